@@ -1,0 +1,121 @@
+# One command from a fresh clone: `make demo` or `make test`. Each makes .venv with what it needs; `make help` lists
+# the rest.
+
+VENV    := .venv
+PY      := $(VENV)/bin/python
+PIPFLAGS ?= -qq
+PIP     := $(PY) -m pip --disable-pip-version-check $(PIPFLAGS)
+# The first that is there, is 3.11 or newer and can make virtual environments.
+PYTHON  ?=
+PYTHONS := $(or $(PYTHON),python3.11 python3.12 python3.13 python3.14 python3 python)
+WORKERS ?= 2
+TORCH_INDEX_URL ?=
+
+# A stamp is written only after its step has succeeded, so an interrupted install is taken up again.
+VENV_STAMP  := $(VENV)/.stamp-venv
+TORCH_STAMP := $(VENV)/.stamp-torch
+DEMO_STAMP  := $(VENV)/.stamp-demo
+TEST_STAMP  := $(VENV)/.stamp-test
+
+# The workers share the cores: one thread for each, or they fight.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help venv demo test test-interpreter lint types coverage clean distclean
+
+help:
+	@echo "make demo              set up (first call), then train a small Qwen3 with and without kernels and compare"
+	@echo "make test              set up (first call), then the whole test suite with coverage"
+	@echo "make test-interpreter  only the tests that run Triton kernels on the CPU (TRITON_INTERPRET=1)"
+	@echo "make lint              ruff"
+	@echo "make types             mypy"
+	@echo "make coverage          HTML pages of the coverage that the last 'make test' measured"
+	@echo "make venv              only set up: .venv with everything for tests, lint and types"
+	@echo "make clean             remove caches and build products (distclean: .venv as well)"
+	@echo ""
+	@echo "Variables, as in 'make test WORKERS=4':"
+	@echo "  PYTHON=python3.12    the Python (3.11 or newer) that makes .venv; otherwise the first one found"
+	@echo "  WORKERS=2            processes that the tests are spread over"
+	@echo "  PIPFLAGS=-v          flags for pip, which is quiet otherwise; empty shows its progress"
+	@echo "  TORCH_INDEX_URL=URL  a further package index for torch only. On Linux the default index serves the CUDA build"
+	@echo "                       (several GB); for the CPU build (1 GB) give the address of PyTorch's CPU index, which"
+	@echo "                       PyTorch's installation page shows"
+
+$(VENV_STAMP):
+	@new='import sys; sys.exit(sys.version_info < (3, 11))'; \
+	again="'make distclean', then again"; \
+	fail() { echo "make: $$1" >&2; exit 1; }; \
+	if [ -e $(PY) ] || [ -L $(PY) ]; then \
+	    $(PY) -c "$$new" 2>/dev/null || fail "the Python of $(VENV) is older than 3.11 or gone: $$again"; \
+	else \
+	    found=; bare=; \
+	    for candidate in $(PYTHONS); do \
+	        "$$candidate" -c "$$new" >/dev/null 2>&1 || continue; \
+	        if "$$candidate" -c 'import ensurepip, venv' >/dev/null 2>&1; then found=$$candidate; break; fi; \
+	        bare=$${bare:-$$candidate}; \
+	    done; \
+	    if [ -z "$$found" ]; then \
+	        [ -z "$$bare" ] || \
+	            fail "$$bare lacks venv or ensurepip: install them (Debian, Ubuntu: apt install $${bare##*/}-venv)"; \
+	        fail "no Python 3.11 or newer ($(PYTHONS)): install one, or name it: make PYTHON=/path/to/python3 ..."; \
+	    fi; \
+	    echo "Making $(VENV) with $$found"; \
+	    "$$found" -m venv $(VENV) || fail "$$found could not make $(VENV), see above: $$again"; \
+	fi; \
+	$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip --default-pip >/dev/null || \
+	    fail "$(VENV) has no pip: $$again"
+	@touch $@
+
+# First and alone: a later `torch>=2.11` finds it there and leaves it alone.
+$(TORCH_STAMP): $(VENV_STAMP) constraints/demo.txt
+	@echo "Installing torch (a minute or more) ..."
+	@$(PIP) install -c constraints/demo.txt $(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL)) torch
+	@touch $@
+
+$(DEMO_STAMP): $(TORCH_STAMP) pyproject.toml constraints/demo.txt
+	@echo "Installing the package and transformers ..."
+	@$(PIP) install -c constraints/demo.txt -e '.[transformers]'
+	@touch $@
+
+# liger-kernel and triton without their dependencies, so that they can't replace torch; triton only where torch brings
+# none.
+$(TEST_STAMP): $(TORCH_STAMP) pyproject.toml constraints/demo.txt constraints/test.txt constraints/triton.txt
+	@echo "Installing the package, transformers and the test tools ..."
+	@$(PIP) install -c constraints/test.txt -e '.[test]'
+	@$(PIP) install -c constraints/test.txt --no-deps liger-kernel
+	@lacks='import sys; from importlib.metadata import requires; \
+	sys.exit(sys.platform != "linux" or "triton" in str(requires("torch")))'; \
+	if $(PY) -c "$$lacks"; then $(PIP) install -c constraints/triton.txt --no-deps triton; fi
+	@touch $(DEMO_STAMP) $@
+
+venv: $(TEST_STAMP)
+
+demo: $(DEMO_STAMP)
+	@$(VENV)/bin/twinkle-kernel demo
+
+# TRITON_INTERPRET holds for a whole process, hence two runs. Their coverage adds up, and the second judges the sum.
+test-interpreter: $(TEST_STAMP)
+	@TRITON_INTERPRET=1 $(PYTEST) tests/interpreter --cov --cov-report=
+
+test: test-interpreter
+	@$(PYTEST) tests --ignore=tests/interpreter \
+	    --cov --cov-append --cov-report=term-missing:skip-covered --cov-fail-under=90
+
+lint: $(TEST_STAMP)
+	@$(PY) -m ruff check .
+
+types: $(TEST_STAMP)
+	@$(PY) -m mypy
+
+coverage: $(TEST_STAMP)
+	@[ -f .coverage ] || { echo "make: no coverage data yet: run 'make test' first" >&2; exit 1; }
+	@$(PY) -m coverage html
+
+clean:
+	@rm -rf build dist site out htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	@find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	@rm -rf $(VENV)

@@ -1,0 +1,149 @@
+"""The callables that are installed: they count, decide call by call, and otherwise stay out of the way."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.compiler import assume_constant_result, is_compiling
+
+from twinkle.reasons import Counts, Reason
+
+
+def signature_of(function: Any) -> inspect.Signature:
+    """A callable's real signature; a function that HF kernels turned into a module has it on its class's ``forward``."""
+    if isinstance(function, nn.Module):
+        signature = inspect.signature(type(function).forward)
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+    return inspect.signature(function)
+
+
+def renamed_parameters(original: Any, replacement: Any) -> dict[str, str] | Reason:
+    """How to call a replacement as the original is called.
+
+    Returns:
+        the original's parameter name -> the replacement's, where they differ; or the Reason why no call would fit: a
+        parameter that the replacement lacks, has at another position, or needs besides.
+    """
+    try:
+        theirs = list(signature_of(original).parameters.values())
+        ours = list(signature_of(replacement).parameters.values())
+    except (TypeError, ValueError) as error:
+        return Reason.of_error(error, "signature", "reading the signature")
+    takes_args = any(p.kind is p.VAR_POSITIONAL for p in ours)
+    takes_kwargs = any(p.kind is p.VAR_KEYWORD for p in ours)
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    fixed = [p for p in ours if p.kind not in variadic]
+    names = [p.name for p in fixed]
+    renamed: dict[str, str] = {}
+    wanted = [p for p in theirs if p.kind not in variadic]
+    for position, parameter in enumerate(wanted):
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            if parameter.name not in names and not takes_kwargs:
+                return Reason("signature", f"the kernel has no parameter {parameter.name!r}")
+        elif position < len(names) and names[position] != parameter.name:
+            if parameter.name in names:
+                return Reason("signature", f"the kernel has {parameter.name!r} at another position")
+            renamed[parameter.name] = names[position]
+        elif position >= len(names) and not takes_args:
+            return Reason("signature", f"the kernel has no parameter {parameter.name!r}")
+    # Decorated classes take (*args, **kwargs); what they pass on is the wrapped forward's business.
+    open_ended = any(p.kind is p.VAR_POSITIONAL for p in theirs)
+    needed = [p.name for p in fixed[len(wanted) :] if p.default is p.empty and not open_ended]
+    if needed:
+        return Reason("signature", f"the kernel needs {', '.join(needed)}, which the original is not called with")
+    if any(p.kind is p.VAR_KEYWORD for p in theirs) and not takes_kwargs and not open_ended:
+        return Reason("signature", "the original takes **kwargs, which the kernel would ignore")
+    return renamed
+
+
+def counted(
+    kernel: Callable[..., Any],
+    original: Callable[..., Any],
+    counts: Counts,
+    *,
+    accepts_call: Callable[..., str | None] | None = None,
+    renamed: dict[str, str] | None = None,
+) -> Callable[..., Any]:
+    """``kernel`` with the original's name and signature; counts its calls, and lets the original run where it must.
+
+    A call costs one function call and one integer add more (0.2 us), and with ``accepts_call`` what that costs. While a
+    compiler traces, nothing is counted but that it did.
+    """
+    mark_compiled = assume_constant_result(functools.partial(setattr, counts, "compiled", True))
+    kernel = _taking(kernel, renamed)
+    accepts_call = _taking(accepts_call, renamed) if accepts_call else None
+
+    if accepts_call is None:
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling():
+                mark_compiled()
+            else:
+                counts.kernel += 1
+            return kernel(*args, **kwargs)
+
+    else:
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            reason = accepts_call(*args, **kwargs)
+            if is_compiling():
+                mark_compiled()
+            elif reason is None:
+                counts.kernel += 1
+            else:
+                counts.fall_back(reason)
+            return kernel(*args, **kwargs) if reason is None else original(*args, **kwargs)
+
+    return as_original(call, original)
+
+
+def _taking(function: Callable[..., Any], renamed: dict[str, str] | None) -> Callable[..., Any]:
+    if not renamed:
+        return function
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{renamed.get(name, name): value for name, value in kwargs.items()})
+
+    return call
+
+
+def as_original(call: Callable[..., Any], original: Any) -> Callable[..., Any]:
+    """Gives ``call`` the original's name, docstring and signature."""
+    source = type(original).forward if isinstance(original, nn.Module) else original
+    functools.update_wrapper(call, source)
+    call.__signature__ = signature_of(original)  # type: ignore[attr-defined]
+    return call
+
+
+class Router:
+    """What stands in the place of a process-wide function while models claim it.
+
+    Attributes:
+        original: the function that was there.
+        served_by: what was installed: op, backend and variant.
+        active: False after the undo: whoever still holds the router gets the original through it.
+        counts: the calls of all models of the process.
+    """
+
+    def __init__(self, original: Any, served_by: tuple[Any, ...]) -> None:
+        self.original = original
+        self.served_by = served_by
+        self.active = True
+        self.counts = Counts()
+
+    def around(
+        self, kernel: Callable[..., Any], accepts_call: Callable[..., str | None] | None, renamed: dict[str, str] | None
+    ) -> Callable[..., Any]:
+        """The function to put in the original's place."""
+        serve = counted(kernel, self.original, self.counts, accepts_call=accepts_call, renamed=renamed)
+
+        def route(*args: Any, **kwargs: Any) -> Any:
+            return serve(*args, **kwargs) if self.active else self.original(*args, **kwargs)
+
+        routed = as_original(route, self.original)
+        routed.twinkle_router = self  # type: ignore[attr-defined]
+        return routed

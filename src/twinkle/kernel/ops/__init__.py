@@ -1,0 +1,17 @@
+"""The ops, one package per family: ``__init__`` registers, ``reference`` is the maths, each further file is a backend.
+
+An op's reference module tells what a place in a model computes, so that a kernel is chosen by maths and not by name:
+
+- ``probe(site) -> variant | Reason``: what the site computes, as a frozen record; a Reason when it isn't this op.
+- ``build(variant) -> implementation``: the maths itself as a layer class or function; ``compute_dtype=torch.float64``
+  gives the judge's version of it.
+- ``example(site, variant) -> Example``: small inputs to compare two implementations on.
+
+Importing this package registers the ops and imports neither torch nor any backend.
+"""
+
+from __future__ import annotations
+
+from twinkle.kernel.ops import derived, fla, glu, moe, rms_norm, rotary, sdpa_attention
+
+__all__ = ["derived", "fla", "glu", "moe", "rms_norm", "rotary", "sdpa_attention"]

@@ -1,0 +1,21 @@
+"""Ops ``moe_experts`` (all experts of a layer) and ``moe_block`` (router, experts and shared expert)."""
+
+from __future__ import annotations
+
+from twinkle.kernel.registry import KernelImpl, lazy_import, register_op
+
+_HERE = "twinkle.kernel.ops.moe"
+
+register_op(
+    "moe_experts",
+    reference=f"{_HERE}.experts_reference",
+    implementations={
+        "liger": KernelImpl(
+            lazy_import(f"{_HERE}.liger:load"),
+            lazy_import("twinkle.kernel.ops.liger_support:available"),
+            lazy_import(f"{_HERE}.liger:accepts"),
+        ),
+    },
+)
+
+register_op("moe_block", reference=f"{_HERE}.block_reference", implementations={})

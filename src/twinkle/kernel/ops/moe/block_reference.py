@@ -1,0 +1,106 @@
+"""A mixture-of-experts block: the router chooses, the experts compute, a shared expert may be added.
+
+``experts(x, chosen, weights) [+ sigmoid(shared_expert_gate(x)) * shared_expert(x)]``. The children are called as modules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from twinkle.kernel.ops.derived import Example, layer
+from twinkle.kernel.ops.moe.experts_reference import EXPERTS, HIDDEN, TOP_K
+from twinkle.kernel.probe import agree, probed, random_tensor, stand_in
+from twinkle.reasons import Reason
+
+if TYPE_CHECKING:
+    from twinkle.kernel.targets import Site
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeBlockVariant:
+    """Whether the block adds a gated shared expert."""
+
+    shared: bool
+
+
+def moe_block(module: Any, hidden_states: torch.Tensor, shared: bool) -> torch.Tensor:
+    """Router, experts and shared expert of a block.
+
+    Args:
+        module: has ``gate`` (returns logits, weights ``[T, K]`` and indices ``[T, K]``), ``experts`` and, when
+            ``shared``, ``shared_expert`` and ``shared_expert_gate``.
+        hidden_states: ``[B, S, H]``.
+
+    Returns:
+        ``[B, S, H]``.
+    """
+    tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+    _, weights, index = module.gate(tokens)
+    result = module.experts(tokens, index, weights)
+    if shared:
+        result = result + torch.sigmoid(module.shared_expert_gate(tokens)) * module.shared_expert(tokens)
+    return result.reshape(hidden_states.shape)
+
+
+class _Router(nn.Module):
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = tokens[:, :EXPERTS]
+        weights, index = logits.softmax(-1).topk(TOP_K, dim=-1)
+        return logits, weights, index
+
+
+class _Experts(nn.Module):
+    def forward(self, tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return tokens * (weights * (index + 1)).sum(-1, keepdim=True)
+
+
+class _Scaled(nn.Module):
+    def __init__(self, scale: float, width: int) -> None:
+        super().__init__()
+        self.scale, self.width = scale, width
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.scale * tokens[:, : self.width].sin()
+
+
+def small_block(module: nn.Module, shared: bool) -> Any:
+    """A stand-in whose children are small functions."""
+    twin = stand_in(module, training=True, gate=_Router(), experts=_Experts())
+    if shared:
+        twin._modules.update(shared_expert=_Scaled(3.0, HIDDEN), shared_expert_gate=_Scaled(0.5, 1))
+    return twin
+
+
+@probed("moe_block")
+def probe(site: Site) -> MoeBlockVariant | Reason:
+    """Runs the block's own forward with small children and compares it with the reference."""
+    assert site.module is not None
+    children = set(site.module._modules)
+    shared = "shared_expert" in children
+    expected = {"gate", "experts"} | ({"shared_expert", "shared_expert_gate"} if shared else set())
+    if children != expected or any(p is not None for p in site.module._parameters.values()):
+        return Reason("not-this-op", f"{site.owner.__qualname__} has children {', '.join(sorted(children))}")
+    x = random_tensor(2, 3, HIDDEN, seed=80)
+    result = site.original(small_block(site.module, shared), x.clone())
+    if agree(result, moe_block(small_block(site.module, shared), x, shared)):
+        return MoeBlockVariant(shared)
+    return Reason("not-this-op", f"{site.owner.__qualname__} computes more than router, experts and shared expert")
+
+
+def build(variant: MoeBlockVariant, compute_dtype: torch.dtype | None = None) -> type[nn.Module]:
+    """The maths as a layer class; the children compute in their own dtype."""
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        return moe_block(self, hidden_states, variant.shared)
+
+    return layer("ReferenceMoeBlock", forward)
+
+
+def example(site: Site, variant: MoeBlockVariant) -> Example:
+    """A block with small children."""
+    assert site.module is not None
+    return Example(small_block(site.module, variant.shared), (random_tensor(2, 3, HIDDEN, seed=80),))

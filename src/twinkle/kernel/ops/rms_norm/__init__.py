@@ -1,0 +1,30 @@
+"""Ops ``rms_norm`` and ``gated_rms_norm``: root-mean-square normalisation, in all the variants that models use."""
+
+from __future__ import annotations
+
+from twinkle.kernel.registry import KernelImpl, lazy_import, register_op
+
+_HERE = "twinkle.kernel.ops.rms_norm"
+_LIGER = lazy_import("twinkle.kernel.ops.liger_support:available")
+_TORCH = lazy_import(f"{_HERE}.torch:available")
+
+register_op(
+    "rms_norm",
+    reference=f"{_HERE}.reference",
+    implementations={
+        "liger": KernelImpl(
+            lazy_import(f"{_HERE}.liger:load"), _LIGER, lazy_import(f"{_HERE}.liger:accepts")
+        ),
+        "torch": KernelImpl(lazy_import(f"{_HERE}.torch:load"), _TORCH, lazy_import(f"{_HERE}.torch:accepts")),
+    },
+)
+
+register_op(
+    "gated_rms_norm",
+    reference=f"{_HERE}.gated_reference",
+    implementations={
+        "torch": KernelImpl(
+            lazy_import(f"{_HERE}.torch:load_gated"), _TORCH, lazy_import(f"{_HERE}.torch:accepts_gated")
+        ),
+    },
+)

@@ -1,0 +1,23 @@
+"""Ops ``rotary`` and ``multimodal_rotary``: rotary position embedding of attention's queries and keys."""
+
+from __future__ import annotations
+
+from twinkle.kernel.registry import KernelImpl, lazy_import, register_op
+
+_HERE = "twinkle.kernel.ops.rotary"
+_LIGER = lazy_import("twinkle.kernel.ops.liger_support:available")
+
+register_op(
+    "rotary",
+    reference=f"{_HERE}.reference",
+    implementations={
+        "liger": KernelImpl(lazy_import(f"{_HERE}.liger:load"), _LIGER, lazy_import(f"{_HERE}.liger:accepts")),
+        "torch": KernelImpl(
+            lazy_import(f"{_HERE}.torch:load"),
+            lazy_import(f"{_HERE}.torch:available"),
+            lazy_import(f"{_HERE}.torch:accepts"),
+        ),
+    },
+)
+
+register_op("multimodal_rotary", reference=f"{_HERE}.multimodal_reference", implementations={})

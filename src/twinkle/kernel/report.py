@@ -1,0 +1,267 @@
+"""The report: every entry of a mapping ends as rows of it, and what no entry covers is named too."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from twinkle.reasons import Counts, Reason
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+STATES = ("installed", "kept", "refused", "missing", "overridden", "unused", "failed")
+"""What can become of an entry's sites.
+
+installed: a kernel serves at least one; kept: no candidate was available or loaded; refused: candidates were there and
+none accepts a site; missing: the target doesn't exist; overridden: another entry owns the sites; unused: this model has
+no such site; failed: the kernel was taken out again.
+"""
+
+
+@dataclass
+class Tried:
+    """One candidate of a chain, and why it lost the sites that it lost (reason -> number of sites, 0 for all)."""
+
+    backend: str
+    reasons: dict[Reason, int] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "backend": self.backend,
+            "reasons": [{"code": r.code, "text": str(r), "sites": n} for r, n in self.reasons.items()],
+        }
+
+
+@dataclass(eq=False)
+class Row:
+    """What became of one entry at the sites that one backend got, or at the sites that none got.
+
+    Attributes:
+        target: the mapping's key as text.
+        op: the op; None for an entry that names its implementation itself.
+        state: one of :data:`STATES`.
+        backend: who serves, when installed.
+        implementation: qualified name of what serves, when installed.
+        installer: name of the installer.
+        scope: ``"model"``, or ``"process"`` when other models of this process get the kernel as well.
+        instances: number of sites; None when the installer doesn't say.
+        tried: the candidates in order, with their reasons.
+        notes: what else there is to know.
+        default: whether the entry is the default config's own.
+        counts: what became of the calls.
+    """
+
+    target: str
+    op: str | None
+    state: str
+    backend: str | None = None
+    implementation: str | None = None
+    installer: str = "default_installer"
+    scope: str = "model"
+    instances: int | None = 0
+    tried: list[Tried] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    default: bool = False
+    counts: Counts = field(default_factory=Counts)
+
+    @property
+    def calls(self) -> int:
+        """Calls that the kernel served; compiled calls are not counted."""
+        return self.counts.kernel
+
+    @property
+    def fallbacks(self) -> dict[str, int]:
+        """Calls that the original served because this one call was outside the kernel's domain, by reason."""
+        return dict(self.counts.fallbacks)
+
+    @property
+    def reasons(self) -> list[Reason]:
+        """All reasons of all candidates, in order."""
+        return [reason for tried in self.tried for reason in tried.reasons]
+
+    def why(self) -> str:
+        """The reasons in one line, for logs and tables."""
+        parts = [f"{tried.backend}: {'; '.join(map(str, tried.reasons))}" for tried in self.tried if tried.reasons]
+        return " | ".join(parts + self.notes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "target": self.target,
+            "op": self.op,
+            "state": self.state,
+            "backend": self.backend,
+            "implementation": self.implementation,
+            "installer": self.installer,
+            "scope": self.scope,
+            "instances": self.instances,
+            "tried": [tried.to_dict() for tried in self.tried],
+            "notes": list(self.notes),
+            "default": self.default,
+            "calls": self.calls,
+            "compiled": self.counts.compiled,
+            "fallbacks": self.fallbacks,
+        }
+
+
+@dataclass(frozen=True)
+class Uncovered:
+    """A norm, gated MLP or rotary function of the model that no entry of the mapping covers.
+
+    Attributes:
+        target: dotted path to write as the key.
+        instances: how many the model has.
+        op: the op that fits, found by running the module on small inputs; None when none does.
+        variant: what it computes, in the op's terms.
+        reason: why no op fits, when none does.
+    """
+
+    target: str
+    instances: int
+    op: str | None = None
+    variant: str | None = None
+    reason: str | None = None
+
+    @property
+    def config_line(self) -> str | None:
+        """The mapping entry that would cover it."""
+        if self.op is None:
+            return None
+        from twinkle.kernel.config import default_chain
+
+        return f'"{self.target}": KernelChoice(op="{self.op}", backends={default_chain(self.op)!r}),'
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        fields = ("target", "instances", "op", "variant", "reason", "config_line")
+        return {name: getattr(self, name) for name in fields}
+
+
+@dataclass
+class Report:
+    """Rows, and what no entry covers."""
+
+    rows: list[Row]
+    uncovered: list[Uncovered]
+    device: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "device": self.device,
+            "rows": [row.to_dict() for row in self.rows],
+            "uncovered": [part.to_dict() for part in self.uncovered],
+        }
+
+    def row(self, target: str) -> Row:
+        """The first row whose target is, or ends with, that name.
+
+        Raises:
+            KeyError: no such row.
+        """
+        for row in self.rows:
+            if row.target == target or row.target.endswith(f".{target}"):
+                return row
+        raise KeyError(f"no row for {target!r}; rows: {', '.join(row.target for row in self.rows)}")
+
+    def table(self, all_rows: bool = False) -> str:
+        """The report for people.
+
+        Args:
+            all_rows: also list the entries that name nothing of this model, instead of counting them.
+        """
+        unused = [row for row in self.rows if row.state == "unused"]
+        own = [row for row in unused if not row.default]
+        hidden = [] if all_rows else [row for row in unused if row.default or len(own) > _FEW]
+        shown = [row for row in self.rows if row not in hidden]
+        lines = _columns([_HEADER, *(_cells(row) for row in shown)]) if shown else ["no entry concerns this model"]
+        for row in shown:
+            if row.why():
+                lines.append(f"  {short(row.target)}: {row.why()}")
+        if hidden:
+            lines.append(f"({len(hidden)} more entries name parts of other models)")
+        if self.uncovered:
+            lines.append("")
+            lines.append("Not covered by any entry:")
+            for part in self.uncovered:
+                lines.append(f"  {part.instances} x {part.target}: {part.variant or part.reason}")
+                if part.config_line:
+                    lines.append(f"      {part.config_line}")
+        return "\n".join(lines)
+
+    __str__ = table
+
+
+_FEW = 8
+_HEADER = ("target", "op", "state", "backend", "scope", "instances", "calls", "fallbacks")
+
+
+def short(target: str) -> str:
+    """``transformers.models.qwen3.modeling_qwen3.Qwen3MLP.forward`` -> ``qwen3.Qwen3MLP.forward``."""
+    parts = target.split(".")
+    if len(parts) > 4 and parts[:2] == ["transformers", "models"]:
+        return ".".join([parts[2], *parts[4:]])
+    return target
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    calls = "compiled: not counted" if row.counts.compiled and not row.calls else str(row.calls)
+    fallbacks = ", ".join(f"{n} x {reason}" for reason, n in row.fallbacks.items())
+    return (
+        short(row.target),
+        row.op or "-",
+        row.state,
+        row.backend or "-",
+        row.scope,
+        "?" if row.instances is None else str(row.instances),
+        calls if row.state == "installed" else "-",
+        fallbacks or "-",
+    )
+
+
+def _columns(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def plan(model: nn.Module, mapping: Any = None, *, device: torch.device | str | None = None) -> Report:
+    """What ``kernelize(model, mapping)`` would do. Nothing is changed and no hub kernel is fetched.
+
+    Args:
+        model: may be on the meta device.
+        mapping: as for :func:`~twinkle.kernel.kernelize`.
+        device: the device to plan for; the model's own when None.
+    """
+    from twinkle.kernel.plan import make_plan
+
+    made = make_plan(model, mapping, device=device, fetch=False)
+    return Report(made.rows(), made.uncovered(), str(made.index.device))
+
+
+def report(model: nn.Module) -> Report:
+    """What is installed on a model now, how often it was called, and what nothing covers."""
+    from twinkle.kernel.plan import uncovered_of
+    from twinkle.kernel.reclass import installed_on
+    from twinkle.kernel.targets import ModelIndex
+    from twinkle.kernel.undo import journals_of
+
+    index = ModelIndex.of(model, None)
+    live = Counter(
+        id(method.row)
+        for module in model.modules()
+        if (installed := installed_on(type(module))) is not None
+        for method in installed.methods.values()
+    )
+    rows = []
+    for journal in journals_of(model):
+        for row in journal.rows:
+            if row.state == "installed" and row.scope == "model" and row.installer == "default_installer":
+                row.instances = live[id(row)]
+                if not row.instances:  # a later call put something else there
+                    continue
+            rows.append(row)
+    covered = {row.target for row in rows if row.state not in ("unused", "missing")}
+    return Report(rows, uncovered_of(index, covered), str(index.device))

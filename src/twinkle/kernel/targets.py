@@ -1,0 +1,292 @@
+"""From a key of a mapping to the places in a model that it means: the sites."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import types
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from twinkle.kernel.reclass import peel
+from twinkle.reasons import Reason, nearest
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from twinkle.kernel.undo import Journal
+
+Kind = Literal["class", "method", "function", "logical"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a mapping key names.
+
+    Attributes:
+        kind: a class (its ``forward``), one method of a class, a function of a Python module, or a logical name.
+        label: the key as text: the dotted path, or the logical name.
+        owner: the class or the Python module; None for a logical name.
+        attribute: the method's or function's name.
+        original: the class's function, or the module's function as it was before anything of ours was put there.
+    """
+
+    kind: Kind
+    label: str
+    owner: Any = None
+    attribute: str = ""
+    original: Any = None
+
+    def __str__(self) -> str:
+        return self.label
+
+
+@dataclass(frozen=True)
+class Unresolved:
+    """A dotted path that names nothing: ``missing``; or whose Python module no loaded model can use: ``unused``."""
+
+    label: str
+    state: Literal["missing", "unused"]
+    reason: Reason
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """One place of a model where a kernel can go.
+
+    Attributes:
+        module: the instance; None for a function.
+        name: the instance's qualified name in the model, or the function's dotted path.
+        owner: the instance's class without wrappers, or the function's Python module.
+        attribute: the method's or function's name.
+        original: the callable that runs there when nothing of ours is installed.
+        device: the device it runs on (the instance's own, else the model's).
+        dtype: the dtype of its parameters (else the model's); None where there are none.
+        variant: what it computes, as the op's reference found out; None before that or for entries without an op.
+    """
+
+    module: nn.Module | None
+    name: str
+    owner: Any
+    attribute: str
+    original: Any
+    device: torch.device
+    dtype: torch.dtype | None
+    variant: Any = None
+
+    @property
+    def place(self) -> tuple[int, str]:
+        """What two entries may not both own."""
+        return id(self.owner if self.module is None else self.module), self.attribute
+
+
+def resolve_target(key: Any, importing: bool = True) -> Target | Unresolved:
+    """What a mapping key means.
+
+    Args:
+        key: an ``nn.Module`` subclass, a dotted path, a logical name (no dot), or a Target (returned as it is).
+        importing: import the path's Python module; without it a module that nobody has loaded is ``unused``, since
+            no model can hold an instance of its classes.
+
+    Raises:
+        ValueError: the key is of no such kind, resolves into torch, or is a path outside transformers that names
+            nothing; the message names the nearest right one.
+    """
+    if isinstance(key, Target):
+        return key
+    if isinstance(key, type):
+        return _class_target(key)
+    if not isinstance(key, str) or not key.strip("."):
+        raise ValueError(
+            f"a mapping key must be an nn.Module subclass, a dotted path or a logical name, got {key!r}"
+        )
+    if "." not in key:
+        return Target("logical", key)
+    return _dotted_target(key, importing)
+
+
+def _class_target(cls: type, label: str | None = None) -> Target:
+    from torch import nn
+
+    if not issubclass(cls, nn.Module):
+        raise ValueError(f"{cls.__module__}.{cls.__qualname__} is no nn.Module subclass, so no model has instances of it")
+    cls = peel(cls)
+    label = label or f"{cls.__module__}.{cls.__qualname__}"
+    _refuse_torch(label, cls.__module__)
+    return Target("class", label, cls, "forward", inspect.getattr_static(cls, "forward"))
+
+
+def _refuse_torch(label: str, module: str) -> None:
+    if module.partition(".")[0] == "torch":
+        raise ValueError(
+            f"{label} belongs to torch, which every model of the process shares; name the model's own class or "
+            "method that uses it instead"
+        )
+
+
+def _dotted_target(path: str, importing: bool) -> Target | Unresolved:
+    python_module, rest = _find_module(path, importing)
+    if python_module is None:
+        return Unresolved(path, "unused", Reason("unused", "no model in this process uses its Python module"))
+    if isinstance(python_module, Reason):
+        return _not_there(path, python_module)
+    if not 1 <= len(rest) <= 2:
+        known = [name for name in vars(python_module) if not name.startswith("_")]
+        return _not_there(path, _no_such(path, python_module.__name__, rest[0] if rest else "", known))
+    name, method = rest[0], rest[1] if len(rest) == 2 else None
+    value = vars(python_module).get(name)
+    if value is None:
+        value = _lazy_attribute(python_module, name)
+    if value is None:
+        return _not_there(path, _no_such(path, python_module.__name__, name, _candidates(python_module, method)))
+    if isinstance(value, type):
+        if method is None:
+            return _class_target(value, path)
+        return _method_target(value, method, path)
+    if method is not None:
+        raise ValueError(f"{path}: {python_module.__name__}.{name} is no class, so it has no method {method!r}")
+    return _function_target(python_module, name, value, path)
+
+
+def _lazy_attribute(python_module: types.ModuleType, name: str) -> Any:
+    """Packages that load their names on demand (PEP 562) have them outside ``vars``."""
+    return getattr(python_module, name, None) if hasattr(python_module, "__getattr__") else None
+
+
+def _method_target(cls: type, method: str, path: str) -> Target | Unresolved:
+    target = _class_target(cls, path)
+    try:
+        original = inspect.getattr_static(target.owner, method)
+    except AttributeError:
+        methods = [name for name in dir(target.owner) if not name.startswith("_")]
+        return _not_there(path, _no_such(path, path.rpartition(".")[0], method, methods))
+    if not isinstance(original, types.FunctionType):
+        raise ValueError(f"{path} is a {type(original).__name__}, not a method that a kernel could replace")
+    return Target("method", path, target.owner, method, original)
+
+
+def _function_target(python_module: types.ModuleType, name: str, value: Any, path: str) -> Target:
+    from torch import nn
+
+    from twinkle.kernel.undo import patch_of
+
+    patch = patch_of(python_module, name)
+    original = patch.original if patch else value
+    if not callable(original):
+        raise ValueError(f"{path} is a {type(original).__name__}, neither a class nor a function")
+    # With HF kernels importable, a decorated function is a module singleton; its class lives where it was made.
+    home = python_module.__name__ if isinstance(original, nn.Module) else getattr(original, "__module__", None)
+    _refuse_torch(path, home or python_module.__name__)
+    return Target("function", path, python_module, name, original)
+
+
+def _find_module(path: str, importing: bool) -> tuple[types.ModuleType | Reason | None, list[str]]:
+    """The Python module that a path starts with and what is left of the path: a name, or a class and a method."""
+    parts = path.split(".")
+    if not importing:
+        for length in (len(parts) - 1, len(parts) - 2):
+            module = sys.modules.get(".".join(parts[:length]))
+            # A package is only on the way to the module that the path means.
+            if module is not None and (length == len(parts) - 1 or not hasattr(module, "__path__")):
+                return module, parts[length:]
+        return None, []
+    for length in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:length])
+        try:
+            return importlib.import_module(name), parts[length:]
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                return Reason.of_error(error, "broken-module", f"importing {name}"), []
+        except Exception as error:
+            return Reason.of_error(error, "broken-module", f"importing {name}"), []
+    return Reason("missing", f"there is no Python package {parts[0]!r}", f"install {parts[0]}, or mend the path"), []
+
+
+def _candidates(python_module: types.ModuleType, method: str | None) -> list[str]:
+    """The names that a wrong one may have meant: classes and functions that are defined there."""
+    return [
+        f"{name}.{method}" if method and isinstance(value, type) else name
+        for name, value in vars(python_module).items()
+        if callable(value) and not name.startswith("__")
+    ]
+
+
+def _no_such(path: str, where: str, name: str, known: list[str]) -> Reason:
+    wanted = ".".join(path.split(".")[-2:]) if any("." in k for k in known) and path.endswith(f"{name}.forward") else name
+    close = nearest(wanted, known) or nearest(name, known)
+    return Reason("missing", f"{where} has no {name!r}", f"nearest: {where}.{close}" if close else None)
+
+
+def _not_there(path: str, reason: Reason) -> Unresolved:
+    if path.startswith("transformers."):
+        return Unresolved(path, "missing", reason)
+    raise ValueError(f"target {path!r} does not resolve: {reason}")
+
+
+@dataclass
+class ModelIndex:
+    """One walk over a model, shared by all entries of a mapping.
+
+    Attributes:
+        device: the device the model runs on; ``forced_device`` when the caller said which.
+        dtype: the dtype of the model's first parameter.
+        by_class: class without wrappers -> the instances, with their qualified names.
+        journals: of what is installed on the model already.
+        python_modules: the names of the Python modules whose code the model runs.
+    """
+
+    device: torch.device
+    forced_device: torch.device | None
+    dtype: torch.dtype | None
+    journals: list[Journal] = field(default_factory=list)
+    by_class: dict[type, list[tuple[str, nn.Module]]] = field(default_factory=dict)
+    python_modules: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, model: nn.Module, device: torch.device | None) -> ModelIndex:
+        import torch
+
+        parameter = next(model.parameters(), None)
+        model_device = device or (parameter.device if parameter is not None else torch.device("cpu"))
+        from twinkle.kernel.undo import journals_of
+
+        dtype = parameter.dtype if parameter is not None else None
+        index = cls(model_device, device, dtype, journals_of(model))
+        for name, module in model.named_modules():
+            index.by_class.setdefault(peel(type(module)), []).append((name, module))
+        index.python_modules = {base.__module__ for found in index.by_class for base in found.__mro__}
+        return index
+
+    def sites(self, target: Target) -> list[Site]:
+        """Where ``target`` lies in the model; empty when the model doesn't use it."""
+        if target.kind == "logical":
+            return []
+        if target.kind == "function":
+            if target.owner.__name__ not in self.python_modules:
+                return []
+            return [
+                Site(None, target.label, target.owner, target.attribute, target.original, self.device, self.dtype)
+            ]
+        found = []
+        for cls, instances in self.by_class.items():
+            # A subclass with code of its own at this attribute doesn't run the target's.
+            if issubclass(cls, target.owner) and inspect.getattr_static(cls, target.attribute) is target.original:
+                found += [self.site(name, module, cls, target.attribute) for name, module in instances]
+        return found
+
+    def site(self, name: str, module: nn.Module, cls: type, attribute: str) -> Site:
+        parameter = next(module.parameters(recurse=True), None)
+        device = self.forced_device or (self.device if parameter is None else parameter.device)
+        dtype = self.dtype if parameter is None else parameter.dtype
+        return Site(module, name, cls, attribute, getattr(cls, attribute), device, dtype)
+
+
+def holders_of(site: Site) -> list[str]:
+    """Other Python modules that took a function by ``from … import``: they keep calling what they hold."""
+    return sorted(
+        name
+        for name, module in list(sys.modules.items())
+        if module is not site.owner and getattr(module, "__dict__", {}).get(site.attribute) is site.original
+    )
