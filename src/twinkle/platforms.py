@@ -16,7 +16,7 @@ from twinkle.reasons import Reason, did_you_mean
 
 
 def _through_module(device_type: str, plugin: str | None) -> Callable[[], Reason | None]:
-    """A probe that asks ``torch.<device_type>.is_available()``, after importing the vendor's plug-in where there is one."""
+    """A probe that asks ``torch.<device_type>.is_available()``, after importing the vendor's plug-in, if any."""
 
     def probe() -> Reason | None:
         import torch

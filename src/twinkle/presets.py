@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["PRESETS", "Preset", "build", "inputs", "loss", "preset_config"]
+__all__ = ["PRESETS", "Preset", "build", "inputs", "loss", "make_nontrivial", "preset_config"]
 
 # Token ids are bytes. 0 to 2 are padding, start and end; 0xF5 and up never occur in UTF-8, so images may use them.
 FIRST_TEXT_ID, LAST_TEXT_ID = 3, 0xF4
@@ -288,7 +288,7 @@ def build(
         # torch.manual_seed would seed the accelerators' generators too, which this fork doesn't save.
         torch.default_generator.manual_seed(seed)
         model = make(config, dtype=torch.float32)
-        _make_nontrivial(model)
+        make_nontrivial(model)
         if dtype != torch.float32:
             # A model made in `dtype` keeps rotary frequencies in float32, where .to(dtype) would round them.
             weights, model = model.state_dict(), make(config, dtype=dtype)
@@ -343,7 +343,7 @@ def _has_setting(config: Any, key: str) -> bool:
     return hasattr(config, key) or hasattr(config, f"_{key}")
 
 
-def _make_nontrivial(model: PreTrainedModel) -> None:
+def make_nontrivial(model: PreTrainedModel) -> None:
     """Add noise to norm weights, biases and every other tensor that was initialised to a constant.
 
     With weights of exactly one (or zero, where the norm adds one) and biases of zero, a kernel that drops the weight,

@@ -62,7 +62,7 @@ class Counts:
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name most like ``name``, or None when nothing is close.
 
-    Case is ignored and a match on the last dotted part counts, since that is how people misremember names.
+    Case is ignored, since people misremember it.
     """
     by_lower = {candidate.lower(): candidate for candidate in known}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import logging
+import types
+from collections.abc import Iterable, MutableMapping
+from typing import Any
 
-from twinkle.kernel.install import Assignment, changed_outside, default_installer, snapshot
-from twinkle.kernel.plan import EntryPlan, Pick, Plan, served_by, served_by_key
-from twinkle.kernel.reclass import installed_on
+from twinkle.kernel.install import Assignment, default_installer
+from twinkle.kernel.journal import Journal, Patch, PatchConflict, enter_model, patch_of, register_model
+from twinkle.kernel.outside import changed_outside, snapshot
+from twinkle.kernel.plan import EntryPlan, Pick, Plan, served_by
+from twinkle.kernel.reclass import Method, installed_on
 from twinkle.kernel.report import Row, short
 from twinkle.kernel.targets import Site
-from twinkle.kernel.undo import PatchConflict, Transaction, enter_model, patch_of, register_model, transaction
+from twinkle.kernel.undo import Transaction, transaction
+from twinkle.reasons import Reason
 
 logger = logging.getLogger("twinkle.kernel")
 
-
-def _demand_all(entries: list[EntryPlan]) -> None:
-    for entry in entries:
-        for row in entry.rows():
-            wanted = not entry.default and row.state != "overridden"
-            if row.state != "installed" and (wanted or row.state == "missing"):
-                raise ValueError(f"strict: {short(row.target)} is not installed: {row.state}: {row.why() or 'no reason'}")
+Group = list[tuple[Site, Pick]]
 
 
 def apply_plan(plan: Plan, *, strict: bool = False, verify: bool = False) -> None:
@@ -27,30 +27,59 @@ def apply_plan(plan: Plan, *, strict: bool = False, verify: bool = False) -> Non
 
     Args:
         plan: made for the model as it is now.
-        strict: raise before anything is changed when an entry of the caller's own would not be installed.
+        strict: raise when an entry of the caller's own is not installed at all its sites, or a target is missing.
         verify: rule out the kernels that are numerically off first.
 
     Raises:
-        ValueError: ``strict`` isn't met.
-        Exception: what an installer raised, after everything was taken back.
+        ValueError: ``strict`` isn't met; nothing was changed.
+        Exception: what an installer raised, after everything was taken back; its notes say what could not be, and the
+            model's report has a row ``failed`` about it.
     """
     if strict:
-        _demand_all(plan.entries)
+        _demand_all(plan.rows())
     if verify:
         for entry in plan.entries:
             if entry.state is None:
-                entry.verify(plan.index)
+                entry.verify()
         if strict:
-            _demand_all(plan.entries)
+            _demand_all(plan.rows())
     journal = enter_model(plan.model)
     rows: list[Row] = []
-    with transaction(journal) as current:
-        for entry in plan.entries:
-            rows += _apply_entry(plan, entry, current)
-    register_model(plan.model, journal)
-    claimed = {row.target for row in rows}
-    journal.rows[:] = [row for row in journal.rows if row.target not in claimed and row not in rows] + rows
+    at: EntryPlan | None = None
+    try:
+        with transaction(journal) as current:
+            for entry in plan.entries:
+                at = entry
+                rows += _apply_entry(plan, entry, current)
+            at = None
+            if strict:
+                _demand_all(rows)
+    except BaseException as error:
+        if at is not None:
+            _record(plan, journal, [_failed_row(at, error)])
+        raise
+    _record(plan, journal, rows)
     _log(rows)
+
+
+def _demand_all(rows: Iterable[Row]) -> None:
+    for row in rows:
+        wanted = not row.default and row.state != "overridden"
+        if row.state != "installed" and (wanted or row.state == "missing"):
+            raise ValueError(f"strict: {row.target} is not installed: {row.state}: {row.why() or 'no reason'}")
+
+
+def _failed_row(entry: EntryPlan, error: BaseException) -> Row:
+    row = entry.row("failed")
+    row.notes += [str(Reason.of_error(error, "failed", row.installer)), "what the call had installed was taken back"]
+    row.notes += [note for note in getattr(error, "__notes__", ()) if note.startswith(_NOTE)]
+    return row
+
+
+def _record(plan: Plan, journal: Journal, rows: list[Row]) -> None:
+    register_model(plan.model, journal)
+    said = {row.target for row in rows}
+    journal.rows[:] = [row for row in journal.rows if row.target not in said] + rows
 
 
 def _apply_entry(plan: Plan, entry: EntryPlan, current: Transaction) -> list[Row]:
@@ -58,95 +87,153 @@ def _apply_entry(plan: Plan, entry: EntryPlan, current: Transaction) -> list[Row
     if entry.state is not None:
         return entry.rows()
     rows: list[Row] = []
-    for site in entry.left:
-        _undo_earlier(site, current)
     for backend, group in entry.groups().items():
-        earlier, fresh = _split_by_earlier(entry, backend, group)
+        earlier, fresh = _split_by_earlier(entry, backend, group, current.journal)
         rows += earlier
-        if not fresh:
-            continue
-        row = entry.row("installed", backend=backend, implementation=served_by(fresh), instances=len(fresh))
-        before = len(current)
-        try:
-            for site, _ in fresh:
-                _undo_earlier(site, current)
-            _install_group(plan, entry, backend, fresh, row, current)
-        except PatchConflict as conflict:
-            left = current.rollback(before)
-            row.state, row.backend, row.implementation = "refused", None, None
-            row.notes += [str(conflict), *map(str, left)]
-        rows.append(row)
+        if fresh:
+            rows.append(_install_group(plan, entry, backend, fresh, current))
     if entry.left or not rows:
-        rows.append(entry.left_row())
+        left = entry.left_row()
+        for site in entry.left:
+            reason = _undo_earlier(site, current)
+            left.notes += [] if reason is None or str(reason) in left.notes else [str(reason)]
+        rows.append(left)
     return rows
 
 
-def _split_by_earlier(
-    entry: EntryPlan, backend: str, group: list[tuple[Site, Pick]]
-) -> tuple[list[Row], list[tuple[Site, Pick]]]:
+def _recipe(entry: EntryPlan, backend: str) -> tuple[Any, ...]:
+    """What must be equal for an earlier call's work to be left alone; for each site also what it computes."""
+    return (entry.op or entry.value, backend, entry.installer)
+
+
+def _split_by_earlier(entry: EntryPlan, backend: str, group: Group, journal: Journal) -> tuple[list[Row], Group]:
     """The rows of sites where an earlier call installed the very same, and the sites that are to be installed."""
     rows: list[Row] = []
     fresh = []
     for site, pick in group:
-        row = _earlier_row(site)
-        planned = entry.row("installed", backend=backend, implementation=served_by([(site, pick)]))
-        if row is not None and all(
-            getattr(row, name) == getattr(planned, name) for name in ("op", "backend", "installer", "implementation")
-        ):
+        what = _at(site, journal)
+        row = _row_of(what, journal)
+        is_there = row is not None and all(patch.owner is not None and patch.in_place for patch in row.patches)
+        is_same = row is not None and row.recipe == _recipe(entry, backend) and row.serves.get(what) == site.variant
+        if row is not None and is_there and is_same:
             if row not in rows:
                 rows.append(row)
         else:
             fresh.append((site, pick))
+    if fresh and entry.installer is not default_installer:
+        return [], group  # an installer of somebody's own is called for the whole model
     return rows, fresh
 
 
-def _earlier_row(site: Site) -> Row | None:
-    if site.module is None:
-        return None
-    installed = installed_on(type(site.module))
+def _at(site: Site, journal: Journal) -> Method | Patch | None:
+    """What is installed at a site now, by this call or an earlier one."""
+    installed = None if site.module is None else installed_on(type(site.module))
     method = installed.methods.get(site.attribute) if installed else None
-    return method.row if method else None
+    return method or next(iter(_earlier_patches(site, journal)), None)
 
 
-def _undo_earlier(site: Site, current: Transaction) -> None:
-    """Takes off what an earlier call installed at a site that this call claims."""
-    if site.module is None:
-        patch = patch_of(site.owner, site.attribute)
-        if patch is not None and current.journal in patch.claims:
-            current.undo_patch(patch)
-    elif _earlier_row(site) is not None:
-        reason = current.remove_method(site.module, site.attribute)
-        if reason is not None:
-            raise PatchConflict(f"{site.name}: {reason}")
+def _row_of(what: Method | Patch | None, journal: Journal) -> Row | None:
+    """The row of the earlier call that installed it."""
+    if isinstance(what, Method):
+        return what.row
+    return next((row for row in journal.rows if what in row.patches), None)
 
 
-def _install_group(
-    plan: Plan, entry: EntryPlan, backend: str, group: list[tuple[Site, Pick]], row: Row, current: Transaction
-) -> None:
+def _earlier_patches(site: Site, journal: Journal) -> list[Patch]:
+    """The attribute patches of this model at a site; of a logical name's, all that its installer made."""
+    if site.module is None and site.owner is None:
+        rows = [row for row in journal.rows if row.target == site.name]
+        return [patch for row in rows for patch in row.patches if patch in journal.patches]
+    patch = patch_of(site.owner if site.module is None else site.module, site.attribute)
+    return [patch] if patch is not None and patch in journal.patches else []
+
+
+def _undo_earlier(site: Site, current: Transaction) -> Reason | None:
+    """Takes off what an earlier call installed at a site that this call claims; returns why it could not."""
+    for patch in reversed(_earlier_patches(site, current.journal)):
+        if patch.owner is not None and not patch.in_place:
+            return Reason("changed-since", f"{patch.where} was replaced by somebody else since")
+        current.undo_patch(patch)
+    installed = installed_on(type(site.module)) if site.module is not None else None
+    if installed is None or site.attribute not in installed.methods:
+        return None
+    return current.remove_method(site.module, site.attribute)  # type: ignore[arg-type]
+
+
+_NOTE = "twinkle.kernel could not take back: "
+
+
+def _install_group(plan: Plan, entry: EntryPlan, backend: str, group: Group, current: Transaction) -> Row:
     """Runs the entry's installer, once per distinct implementation."""
+    row = entry.row("installed", backend=backend, implementation=served_by(group), instances=len(group))
+    row.recipe = _recipe(entry, backend)
+    custom = entry.installer is not default_installer
+    start = undone = len(current)
+    before = snapshot(plan.model) if custom else {}
+    try:
+        for site, _ in group:
+            reason = _undo_earlier(site, current)
+            if reason is not None:
+                raise PatchConflict(f"{site.where}: {reason}")
+        undone, patched = len(current), len(current.journal.patches)
+        counts = _run_installer(plan, entry, backend, group, row, current)
+    except BaseException as error:
+        # A refused row's sites are the originals, as those of any other; an error takes all back.
+        left = [str(reason) for reason in current.rollback(undone if isinstance(error, PatchConflict) else start)]
+        left += changed_outside(before, snapshot(plan.model), set()) if custom else []
+        for text in left:
+            error.add_note(f"{_NOTE}{text}")
+        if not isinstance(error, PatchConflict):
+            raise
+        _refuse(row, [str(error), *getattr(error, "__notes__", ())])
+        return row
+    row.patches = current.journal.patches[patched:]
+    row.serves = {_at(site, current.journal): site.variant for site, _ in group}
+    if not custom:
+        return row
+    outside = changed_outside(before, snapshot(plan.model), current.touched)
+    row.instances = None if None in counts else sum(filter(None, counts))
+    if row.instances == 0:
+        _refuse(row, ["the installer found no site in this model"])
+    elif row.instances is None and len(current) == undone and not outside:
+        _refuse(row, ["the installer changed nothing and didn't say on how many sites"])
+    if row.state == "refused":
+        row.notes += map(str, current.rollback(undone))
+        row.patches = []
+    elif any(isinstance(p.owner, (type, types.ModuleType, MutableMapping)) for p in row.patches):
+        row.scope = "process"
+    if outside:
+        row.notes.append(f"changed outside patch(), so that undo won't bring it back: {', '.join(outside)}")
+        logger.warning("%s: %s %s", short(row.target), row.installer, row.notes[-1])
+    return row
+
+
+def _run_installer(
+    plan: Plan, entry: EntryPlan, backend: str, group: Group, row: Row, current: Transaction
+) -> list[int | None]:
+    """Calls the installer; gives what it returned, per implementation."""
+    assert entry.chain is not None
     current.assignments = [
-        Assignment(site, pick.kernel, pick.impl, row, served_by_key(entry.op, backend, site))
+        Assignment(site, pick.kernel, pick.impl, row, entry.chain.served_by(backend, site))
         for site, pick in group
         if pick.kernel is not None
     ]
-    custom = entry.installer is not default_installer
-    before = snapshot(plan.model) if custom else {}
-    counts = [
-        entry.installer(plan.model, entry.key, impl) for impl in {id(pick.impl): pick.impl for _, pick in group}.values()
-    ]
-    if not custom:
-        return
-    row.instances = None if None in counts else sum(counts)
-    if row.instances == 0:
-        row.state, row.backend, row.implementation = "refused", None, None
-        row.notes.append("the installer found no site in this model")
-    outside = changed_outside(before, snapshot(plan.model), current.touched)
-    if outside:
-        row.notes.append(f"changed outside the journal, so undo won't bring it back: {', '.join(outside)}")
+    counts = []
+    for impl in {id(pick.impl): pick.impl for _, pick in group}.values():
+        count = entry.installer(plan.model, entry.key, impl)
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 0):
+            raise TypeError(f"{row.installer} returned {count!r}, not how many sites it changed (or None)")
+        counts.append(count)
+    return counts
+
+
+def _refuse(row: Row, notes: list[str]) -> None:
+    row.state, row.backend, row.implementation, row.instances = "refused", None, None, 0
+    row.notes += notes
 
 
 def _log(rows: list[Row]) -> None:
-    """One line per row: what the caller asked for and didn't get is a WARNING, what the default config skips is DEBUG."""
+    """One line per row: what the caller asked for and didn't get is a WARNING, what the default skips is DEBUG."""
     for row in rows:
         if row.state == "installed":
             where = "for the whole process" if row.scope == "process" else f"on {row.instances} instances"

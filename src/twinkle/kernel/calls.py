@@ -14,7 +14,7 @@ from twinkle.reasons import Counts, Reason
 
 
 def signature_of(function: Any) -> inspect.Signature:
-    """A callable's real signature; a function that HF kernels turned into a module has it on its class's ``forward``."""
+    """A callable's real signature; a function that HF kernels made a module of has it on its class's ``forward``."""
     if isinstance(function, nn.Module):
         signature = inspect.signature(type(function).forward)
         return signature.replace(parameters=list(signature.parameters.values())[1:])
@@ -25,8 +25,9 @@ def renamed_parameters(original: Any, replacement: Any) -> dict[str, str] | Reas
     """How to call a replacement as the original is called.
 
     Returns:
-        the original's parameter name -> the replacement's, where they differ; or the Reason why no call would fit: a
-        parameter that the replacement lacks, has at another position, or needs besides.
+        the original's parameter name -> the replacement's, where they differ; or the Reason why some call wouldn't fit:
+        a parameter that the replacement lacks, has at another position, needs besides, takes in another way, or has
+        another default for.
     """
     try:
         theirs = list(signature_of(original).parameters.values())
@@ -50,6 +51,13 @@ def renamed_parameters(original: Any, replacement: Any) -> dict[str, str] | Reas
             renamed[parameter.name] = names[position]
         elif position >= len(names) and not takes_args:
             return Reason("signature", f"the kernel has no parameter {parameter.name!r}")
+        elif position >= len(names) and not takes_kwargs and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            return Reason("signature", f"the kernel takes {parameter.name!r} only by position")
+        by_name = [p for p in fixed if p.name == parameter.name]
+        partner = by_name if parameter.kind is parameter.KEYWORD_ONLY else fixed[position : position + 1]
+        differs = _differs(parameter, partner[0]) if partner else None
+        if differs is not None:
+            return Reason("signature", differs)
     # Decorated classes take (*args, **kwargs); what they pass on is the wrapped forward's business.
     open_ended = any(p.kind is p.VAR_POSITIONAL for p in theirs)
     needed = [p.name for p in fixed[len(wanted) :] if p.default is p.empty and not open_ended]
@@ -58,6 +66,22 @@ def renamed_parameters(original: Any, replacement: Any) -> dict[str, str] | Reas
     if any(p.kind is p.VAR_KEYWORD for p in theirs) and not takes_kwargs and not open_ended:
         return Reason("signature", "the original takes **kwargs, which the kernel would ignore")
     return renamed
+
+
+def _differs(theirs: inspect.Parameter, ours: inspect.Parameter) -> str | None:
+    """Why a call that fits the original's parameter may not fit the kernel's, or mean something else."""
+    for kind, how in ((ours.POSITIONAL_ONLY, "by position"), (ours.KEYWORD_ONLY, "by name")):
+        if ours.kind is kind and theirs.kind is not kind:
+            return f"the kernel takes {ours.name!r} only {how}"
+    if theirs.default is theirs.empty:
+        return None
+    if ours.default is ours.empty:
+        return f"the kernel needs {ours.name!r}, which the original has a default for"
+    try:
+        same = theirs.default is ours.default or bool(theirs.default == ours.default)
+    except Exception:  # e.g. two tensors
+        same = False
+    return None if same else f"{ours.name!r} is {ours.default!r} by default, {theirs.default!r} in the original"
 
 
 def counted(
@@ -70,10 +94,12 @@ def counted(
 ) -> Callable[..., Any]:
     """``kernel`` with the original's name and signature; counts its calls, and lets the original run where it must.
 
-    A call costs one function call and one integer add more (0.2 us), and with ``accepts_call`` what that costs. While a
-    compiler traces, nothing is counted but that it did.
+    What the kernel raises goes up, counted and with a note that says whose error it is. A call costs one function call
+    and one integer add more (0.2 us), and with ``accepts_call`` what that costs. While a compiler traces, nothing is
+    counted but that it did.
     """
     mark_compiled = assume_constant_result(functools.partial(setattr, counts, "compiled", True))
+    blame = functools.partial(_blame, kernel, original, counts)
     kernel = _taking(kernel, renamed)
     accepts_call = _taking(accepts_call, renamed) if accepts_call else None
 
@@ -82,9 +108,13 @@ def counted(
         def call(*args: Any, **kwargs: Any) -> Any:
             if is_compiling():
                 mark_compiled()
-            else:
-                counts.kernel += 1
-            return kernel(*args, **kwargs)
+                return kernel(*args, **kwargs)
+            counts.kernel += 1
+            try:
+                return kernel(*args, **kwargs)
+            except Exception as error:
+                blame(error)
+                raise
 
     else:
 
@@ -92,13 +122,31 @@ def counted(
             reason = accepts_call(*args, **kwargs)
             if is_compiling():
                 mark_compiled()
-            elif reason is None:
-                counts.kernel += 1
-            else:
+                return kernel(*args, **kwargs) if reason is None else original(*args, **kwargs)
+            if reason is not None:
                 counts.fall_back(reason)
-            return kernel(*args, **kwargs) if reason is None else original(*args, **kwargs)
+                return original(*args, **kwargs)
+            counts.kernel += 1
+            try:
+                return kernel(*args, **kwargs)
+            except Exception as error:
+                blame(error)
+                raise
 
     return as_original(call, original)
+
+
+def _blame(kernel: Any, original: Any, counts: Counts, error: Exception) -> None:
+    """Notes on an error which kernel it came from, and how to do without."""
+    if type(error).__module__ == "torch.utils.checkpoint":  # how recomputation stops early
+        return
+    counts.kernel -= 1
+    counts.errors += 1
+    name, place = (getattr(f, "__qualname__", type(f).__qualname__) for f in (kernel, original))
+    error.add_note(
+        f"twinkle.kernel: raised in the kernel {kernel.__module__}.{name}, installed in the place of {place}; "
+        "unkernelize(model) brings the original back"
+    )
 
 
 def _taking(function: Callable[..., Any], renamed: dict[str, str] | None) -> Callable[..., Any]:
@@ -123,13 +171,15 @@ class Router:
     """What stands in the place of a process-wide function while models claim it.
 
     Attributes:
+        name: the function's name.
         original: the function that was there.
         served_by: what was installed: op, backend and variant.
         active: False after the undo: whoever still holds the router gets the original through it.
         counts: the calls of all models of the process.
     """
 
-    def __init__(self, original: Any, served_by: tuple[Any, ...]) -> None:
+    def __init__(self, name: str, original: Any, served_by: tuple[Any, ...]) -> None:
+        self.name = name
         self.original = original
         self.served_by = served_by
         self.active = True
@@ -145,5 +195,7 @@ class Router:
             return serve(*args, **kwargs) if self.active else self.original(*args, **kwargs)
 
         routed = as_original(route, self.original)
+        # A module that HF kernels made of a function has lost the function's name.
+        routed.__name__ = routed.__qualname__ = self.name
         routed.twinkle_router = self  # type: ignore[attr-defined]
         return routed

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from twinkle.kernel.registry import KernelChoice
 
-# op -> backends, best first. liger's moe_experts is registered, but never chosen by default.
+# op -> backends, best first, as measured: `torch` before `liger` for norms, after it for rotary. Where the `torch`
+# backend doesn't win (see ops/torch_support.py) it refuses. liger's moe_experts is registered, but never chosen by
+# default.
 _CHAINS: dict[str, tuple[str, ...]] = {
-    "rms_norm": ("npu", "triton", "liger"),
-    "gated_rms_norm": ("npu", "triton"),
+    "rms_norm": ("npu", "triton", "torch", "liger"),
+    "gated_rms_norm": ("npu", "triton", "torch"),
     "swiglu": ("npu", "triton", "liger"),
     "geglu": ("npu", "triton", "liger"),
-    "rotary": ("npu", "triton", "liger"),
+    "rotary": ("npu", "triton", "liger", "torch"),
     "moe_experts": ("npu", "triton"),
     "moe_block": ("npu",),
     "sdpa_attention": ("npu",),
@@ -24,7 +26,7 @@ _CHAINS: dict[str, tuple[str, ...]] = {
 # (op, prefix of the family's name) -> backends, instead of _CHAINS[op]. The qwen3_5 rotaries turn a quarter of the
 # head; older Liger versions take the whole head for the rotated width.
 _FAMILY_CHAINS: dict[tuple[str, str], tuple[str, ...]] = {
-    ("rotary", "qwen3_5"): ("npu", "triton"),
+    ("rotary", "qwen3_5"): ("npu", "triton", "torch"),
 }
 
 # Keys without a dot: the op's own installer finds the places.

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from twinkle.kernel.install import default_installer
+
 __all__ = ["HubRef", "default_installer", "hub", "kernelize"]
 
 

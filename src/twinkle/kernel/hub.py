@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -24,7 +25,8 @@ class HubRef:
 
     def __str__(self) -> str:
         at = f"version {self.version}" if self.revision is None else f"revision {self.revision}"
-        return f"{self.repo_id}:{self.name} ({at})"
+        trusted = ", trusted by trust_remote_code=True" if self.trust_remote_code else ""
+        return f"{self.repo_id}:{self.name} ({at}{trusted})"
 
     def missing(self) -> Reason | None:
         """Why no hub kernel can be loaded on this machine; None when one can. Nothing is fetched."""
@@ -37,7 +39,8 @@ class HubRef:
             get_kernel = importlib.import_module("kernels").get_kernel
         except Exception as error:
             return Reason.of_error(error, "broken-package", "importing get_kernel from kernels")
-        lacking = {"revision", "version", "trust_remote_code"} - set(inspect.signature(get_kernel).parameters)
+        needed = {"revision", "version", "backend", "trust_remote_code"}
+        lacking = needed - set(inspect.signature(get_kernel).parameters)
         if lacking:
             return Reason(
                 "wrong-version",
@@ -50,38 +53,68 @@ class HubRef:
         """Fetches the repository (or takes it from the cache) and gives the layer class or function.
 
         Raises:
-            Exception: whatever went wrong, as the package kernels says it; it becomes the report's reason.
+            RuntimeError: whatever went wrong, in one line that names the kernel; it becomes the report's reason.
         """
         import kernels
 
-        repository = kernels.get_kernel(
-            self.repo_id,
-            revision=self.revision,
-            version=self.version,
-            trust_remote_code=self.trust_remote_code,
-        )
-        layers = getattr(repository, "layers", None)
-        found = getattr(layers, self.name, None) or getattr(repository, self.name, None)
+        try:
+            repository = kernels.get_kernel(
+                self.repo_id,
+                revision=self.revision,
+                version=self.version,
+                # Else the package takes the build for the accelerator that torch is made for, wherever the model is.
+                backend="cpu" if site.device.type == "cpu" else None,
+                trust_remote_code=self.trust_remote_code,
+            )
+        except Exception as error:
+            message = " ".join(str(error).split())[:300]
+            raise RuntimeError(f"{self}: {type(error).__name__}: {message}") from error
+        holders = [holder for holder in (getattr(repository, "layers", None), repository) if holder is not None]
+        found = next((getattr(holder, self.name) for holder in holders if hasattr(holder, self.name)), None)
         if found is None:
-            known = [name for holder in (layers, repository) if holder for name in dir(holder) if name[0] != "_"]
-            raise LookupError(f"{self.repo_id} has no layer or function {self.name!r}{did_you_mean(self.name, known)}")
-        if not getattr(found, "has_backward", True):
-            found = _inference_only(found)
-        return found
+            known = [name for holder in holders for name in vars(holder) if not name.startswith("_")]
+            raise RuntimeError(f"{self} has no layer or function of that name{did_you_mean(self.name, known)}")
+        if not callable(found):
+            raise RuntimeError(f"{self} is a {type(found).__name__}, neither a layer nor a function")
+        return _limited(found)
 
 
-def _inference_only(layer: Any) -> Any:
-    """A layer that says it has no backward leaves calls that need one to the original."""
+def _limited(kernel: Any) -> Any:
+    """A layer or function that says it has no backward, or can't be compiled, leaves such calls to the original."""
+    backward, compiles = getattr(kernel, "has_backward", True), getattr(kernel, "can_torch_compile", False)
+    if backward and compiles:
+        return kernel
 
     def accepts_call(*args: Any, **kwargs: Any) -> str | None:
         import torch
 
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        if not compiles and torch.compiler.is_compiling():
+            return "the hub kernel can't be compiled"
+        if not backward and torch.is_grad_enabled() and _requires_grad((*args, *kwargs.values())):
             return "the hub kernel has no backward"
         return None
 
-    return type(layer.__name__, (layer,), {"accepts_call": staticmethod(accepts_call), "__module__": layer.__module__})
+    if isinstance(kernel, type):
+        copied = {name: getattr(kernel, name) for name in ("__module__", "__qualname__", "__doc__")}
+        return type(kernel.__name__, (kernel,), {**copied, "accepts_call": staticmethod(accepts_call)})
+
+    @functools.wraps(kernel)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return kernel(*args, **kwargs)
+
+    function.accepts_call = accepts_call  # type: ignore[attr-defined]
+    return function
+
+
+def _requires_grad(values: tuple[Any, ...]) -> bool:
+    """Whether a call needs a gradient: of an argument, or of a weight of the module that is called."""
+    import torch
+
+    for value in values:
+        tensors = value.parameters() if isinstance(value, torch.nn.Module) else (value,)
+        if any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors):
+            return True
+    return False
 
 
 def _version() -> str:
@@ -130,4 +163,8 @@ def hub(
         raise ValueError(f"hub({repo_id!r}, {name!r}): version must be an integer, got {version!r}")
     if revision is not None and not (isinstance(revision, str) and revision):
         raise ValueError(f"hub({repo_id!r}, {name!r}): revision must be a branch, tag or commit, got {revision!r}")
+    if not isinstance(trust_remote_code, bool):
+        raise ValueError(
+            f"hub({repo_id!r}, {name!r}): trust_remote_code must be True or False, got {trust_remote_code!r}"
+        )
     return HubRef(repo_id, name, revision, version, trust_remote_code)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from twinkle.kernel.calls import Router, counted, renamed_parameters
-from twinkle.kernel.reclass import BOUND_FORWARDS, Method, installed_on, is_own_forward
+from twinkle.kernel.reclass import Method, own_forward
 from twinkle.kernel.targets import Site, Target, resolve_target
 from twinkle.kernel.undo import PatchConflict, active_transaction, patch_of, register_model, transaction
 from twinkle.reasons import Reason
@@ -75,14 +74,25 @@ def _method_of_class(target: Target, impl: type, name: str) -> tuple[Callable[..
         return Reason("kind", f"{name} is a class but no nn.Module, so it brings no forward for a layer")
     attribute = target.attribute
     function = getattr(impl, attribute, None)
-    if not isinstance(function, types.FunctionType):
-        return Reason("kind", f"{name} has no method {attribute}")
-    if issubclass(impl, target.owner):
-        return function, impl if target.kind == "class" else None
-    if impl.__init__ is not nn.Module.__init__:
-        hint = f"derive it from {target.owner.__qualname__}, or leave out __init__ as the Hub's layer contract asks"
+    if not isinstance(function, types.FunctionType) or function is getattr(nn.Module, attribute, None):
+        return Reason("kind", f"{name} has no method {attribute} of its own")
+    if issubclass(impl, target.owner) and target.kind == "class":
+        return function, impl
+    derive = f"derive it from {target.owner.__qualname__} and map the class"
+    if "__class__" in function.__code__.co_freevars:
+        return Reason("kind", f"{name}.{attribute} uses super(), which only instances of {name} can", derive)
+    if impl.__init__ is not nn.Module.__init__ and not issubclass(impl, target.owner):
+        hint = f"{derive}, or leave out __init__ as the Hub's layer contract asks"
         return Reason("kind", f"{name} has an __init__ of its own, which never runs on a live instance", hint)
+    further = sorted(set(dir(impl)) - set(dir(nn.Module)) - set(dir(target.owner)) - {attribute, *_LAYER_MEMBERS})
+    if further:
+        text = f"{name} has members besides {attribute}, which a live instance won't have: {', '.join(further)}"
+        return Reason("kind", text, f"{derive}, or make them functions outside the class")
     return function, None
+
+
+_LAYER_MEMBERS = ("accepts_call", "can_torch_compile", "has_backward", "__annotations__", "__orig_bases__")
+"""What a layer class may say about itself: read from the class, so instances need not have it."""
 
 
 def _kind(value: Any) -> str:
@@ -99,33 +109,40 @@ def _qualified_name(impl: Any) -> str:
 def obstacle(site: Site) -> Reason | None:
     """Why nothing can be installed at a site, whatever the kernel; None when something can."""
     if site.module is None:
-        return _patched_by_others(site.original, site.name)
+        original = site.original
+        # HF kernels makes a module of a function, and binds a forward to it when it replaces the function.
+        if isinstance(original, nn.Module) and own_forward(original) is not None:
+            return _already_patched(site.name, "HF kernels")
+        return _patched_by_others(original, site.name)
     module, cls = site.module, type(site.module)
     if parametrize.is_parametrized(module):
         return Reason("parametrized", "its weights are parametrised", "remove the parametrisation, or kernelize first")
-    if site.attribute == "forward":
-        for attribute in BOUND_FORWARDS:
-            bound = module.__dict__.get(attribute)
-            if bound is None or is_own_forward(bound, module, cls):
-                continue
-            if attribute == "forward" and is_own_forward(module.__dict__.get("_old_forward"), module, cls):
-                continue  # accelerate's hook calls _old_forward, which follows the class
-            return _own_forward_reason(bound)
+    bound = own_forward(module) if site.attribute == "forward" else None
+    if bound is not None:
+        return _own_forward_reason(bound, cls)
     return _patched_by_others(getattr(cls, site.attribute, None), site.owner.__qualname__)
 
 
-def _own_forward_reason(bound: Any) -> Reason:
-    others = _patched_by_others(getattr(bound, "__func__", bound), "its forward")
-    return others or Reason("own-forward", "the instance has a forward of its own, which would shadow the kernel")
+def _own_forward_reason(bound: Any, cls: type) -> Reason:
+    function = getattr(bound, "__func__", bound)
+    others = _patched_by_others(function, "its forward")
+    if others is not None:
+        return others
+    name = _qualified_name(function)
+    # HF kernels binds the forward of a layer class to modules of the classes that it knows.
+    if getattr(cls, "kernel_layer_name", None) and bound is not function and name.endswith(".forward"):
+        return _already_patched("its forward", f"HF kernels ({name})")
+    return Reason("own-forward", f"the instance has a forward of its own ({name}), which would shadow the kernel")
 
 
 def _patched_by_others(value: Any, what: str) -> Reason | None:
-    home = getattr(value, "__module__", None) or ""
-    for package, name in (("liger_kernel", "Liger"), ("unsloth", "Unsloth"), ("kernels", "HF kernels")):
-        # HF kernels wraps functions without replacing them; only its layers are somebody else's kernel.
-        if home.partition(".")[0] == package and not isinstance(value, nn.Module):
-            return Reason("already-patched", f"{what} was already patched by {name}", "undo that, or leave it as it is")
-    return None
+    home = (getattr(value, "__module__", None) or "").partition(".")[0]
+    by = {"liger_kernel": "Liger", "unsloth": "Unsloth"}.get(home)
+    return _already_patched(what, by) if by else None
+
+
+def _already_patched(what: str, by: str) -> Reason:
+    return Reason("already-patched", f"{what} was already patched by {by}", "undo that, or leave it as it is")
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,19 +188,20 @@ def _install_everywhere(model: nn.Module, target: Any, impl: Any) -> int:
 
     if not isinstance(target, Target):
         raise ValueError(str(target.reason))
-    row = Row(target.label, None, "installed", backend="custom")
+    sites = ModelIndex.of(model, None).sites(target)
+    covers = frozenset((site.owner, site.attribute) for site in sites)
+    row = Row(target.label, None, "installed", backend="custom", instances=len(sites), covers=covers)
     journal = enter_model(model)
     with transaction(journal):
-        for site in ModelIndex.of(model, None).sites(target):
+        for site in sites:
             kernel = kernel_for(target, site.original, impl)
             reason = kernel if isinstance(kernel, Reason) else obstacle(site)
             if reason is not None:
                 raise ValueError(f"{site.name}: {reason}")
             install_at(Assignment(site, kernel, impl, row))  # type: ignore[arg-type]
-            row.instances += 1
         register_model(model, journal)
     journal.rows.append(row)
-    return row.instances
+    return len(sites)
 
 
 def install_at(assignment: Assignment) -> None:
@@ -217,39 +235,7 @@ def _route(assignment: Assignment) -> None:
             raise PatchConflict(f"{site.name} already serves another model of this process with another kernel")
         value = existing.value
     else:
-        router = Router(site.original, assignment.served_by)
+        router = Router(site.attribute, site.original, assignment.served_by)
         value = router.around(kernel.function, kernel.accepts_call, kernel.renamed)
     assignment.row.counts = router.counts
     current.patch(site.owner, site.attribute, value)
-
-
-Snapshot = dict[tuple[int, str], tuple[str, int]]
-"""(id of an object, attribute) -> (where that is, id of the value)."""
-
-
-def snapshot(model: nn.Module) -> Snapshot:
-    """What an installer could change besides through ``patch``: classes and attributes of the model's modules, the
-    ``forward`` of their classes, and the functions of the Python modules that define them."""
-    state: Snapshot = {}
-    owners: dict[int, tuple[str, Any, tuple[str, ...] | None]] = {}
-    for name, module in model.named_modules():
-        where = name or "the model"
-        state[id(module), "__class__"] = (f"{where}.__class__", id(type(module)))
-        for key, value in module.__dict__.items():
-            if not key.startswith("_") or key in BOUND_FORWARDS:
-                state[id(module), key] = (f"{where}.{key}", id(value))
-        for cls in type(module).__mro__:
-            if cls.__module__.partition(".")[0] not in ("torch", "builtins") and installed_on(cls) is None:
-                owners[id(cls)] = (f"{cls.__module__}.{cls.__qualname__}", cls, ("forward",))
-                owners.setdefault(id(sys.modules[cls.__module__]), (cls.__module__, sys.modules[cls.__module__], None))
-    for key, (where, owner, names) in owners.items():
-        for name, value in list(vars(owner).items()):
-            if (names is None and callable(value)) or (names and name in names):
-                state[key, name] = (f"{where}.{name}", id(value))
-    return state
-
-
-def changed_outside(before: Snapshot, after: Snapshot, journalled: set[tuple[int, str]]) -> list[str]:
-    """Where two snapshots differ, but for what the journal knows."""
-    keys = {k for k in before.keys() | after.keys() if before.get(k, ("", 0))[1] != after.get(k, ("", 0))[1]}
-    return sorted((after.get(k) or before[k])[0] for k in keys - journalled)

@@ -1,8 +1,8 @@
 """Finding out what a live module computes, without touching it.
 
-A class name or an attribute says little about the maths (``eps`` names a norm with and without ``1 + w``), so a module's
-own ``forward`` is run on a stand-in: an object of its class with the same attributes, but with small random CPU weights,
-no hooks, and no connection to the module.
+A class name or an attribute says little about the maths (``eps`` names a norm with and without ``1 + w``), so a
+module's own ``forward`` is run on a stand-in: an object of its class with the same attributes, but with small random
+CPU weights, no hooks, and no connection to the module.
 """
 
 from __future__ import annotations
@@ -51,18 +51,24 @@ def stand_in(module: nn.Module, *, width: int = WIDTH, **replaced: Any) -> Any:
     Returns:
         the stand-in; its 1-D parameters are random CPU ones in fp32.
     """
-    twin = object.__new__(peel(type(module)))
+    twin: Any = object.__new__(peel(type(module)))
     empty_hooks = nn.Module().__dict__
-    state = {k: v for k, v in module.__dict__.items() if k not in empty_hooks and k not in (*BOUND_FORWARDS, "_hf_hook")}
+    left_out = {*empty_hooks, *BOUND_FORWARDS, "_hf_hook"}
+    state = {name: value for name, value in module.__dict__.items() if name not in left_out}
     containers = {name: dict(module.__dict__[name]) for name in _CONTAINERS}
     for index, (name, parameter) in enumerate(containers["_parameters"].items()):
-        if parameter is not None and parameter.dim() == 1:
+        if parameter is not None and len(shape_of(parameter)) == 1:
             containers["_parameters"][name] = nn.Parameter(random_tensor(width, seed=index + 1), requires_grad=False)
     for name, value in replaced.items():
         holder = next((container for container in containers.values() if name in container), state)
         holder[name] = value
     twin.__dict__.update({**empty_hooks, "training": module.training, **state, **containers})
     return twin
+
+
+def shape_of(parameter: torch.Tensor) -> torch.Size:
+    """A parameter's whole shape. DeepSpeed's ZeRO-3 keeps it in ``ds_shape``; the parameter itself is empty."""
+    return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def cast(twin: Any, dtype: torch.dtype) -> Any:
@@ -78,15 +84,20 @@ def fingerprint(module: nn.Module) -> Hashable:
 
     Objects are compared by identity, so a fingerprint is only good while the model is alive.
     """
-    attributes = []
+    attributes: list[tuple[str, Hashable]] = []
     for name, value in sorted(module.__dict__.items()):
         if name == "_modules":
             attributes.append((name, tuple((k, None if v is None else fingerprint(v)) for k, v in value.items())))
         elif name in ("_parameters", "_buffers"):
-            attributes.append((name, tuple((k, None if v is None else v.dim()) for k, v in value.items())))
+            attributes.append((name, tuple((k, None if v is None else len(shape_of(v))) for k, v in value.items())))
         elif not name.startswith("_") or isinstance(value, (bool, int, float, str)):
             attributes.append((name, value if isinstance(value, (bool, int, float, str, type(None))) else id(value)))
     return (peel(type(module)), tuple(attributes))
+
+
+def named(site: Site) -> str:
+    """A site in a reason: the same text for all instances of a class, so that their reasons add up."""
+    return site.name if site.module is None else f"{site.owner.__qualname__}.{site.attribute}"
 
 
 def probed(op: str) -> Callable[[Callable[[Site], Any]], Callable[[Site], Any]]:
@@ -99,7 +110,7 @@ def probed(op: str) -> Callable[[Callable[[Site], Any]], Callable[[Site], Any]]:
                 with undisturbed():
                     return probe(site)
             except Exception as error:
-                return Reason.of_error(error, "probe-failed", f"running {site.name} on a small {op} input")
+                return Reason.of_error(error, "probe-failed", f"running {named(site)} on a small {op} input")
 
         return wrapper
 
@@ -127,11 +138,31 @@ def variant_of(reference: Any, site: Site, cache: dict[Hashable, Any]) -> Any:
     """What a site computes, in the terms of an op's reference module: its variant, or the Reason why it is none.
 
     Args:
+        reference: the op's reference, or the Reason why it can't be had.
         cache: lives as long as the caller's walk over one model.
     """
+    if isinstance(reference, Reason):
+        return reference
+    kind, wanted = ("function" if site.module is None else "method"), replaces(reference)
+    if kind != wanted:
+        return Reason("kind", f"{named(site)} is a {kind}, the op replaces a {wanted}")
     code = getattr(site.original, "__code__", None) or id(site.original)
     what = id(site.owner) if site.module is None else fingerprint(site.module)
     key = (id(reference), code, what)
     if key not in cache:
-        cache[key] = reference.probe(site)
+        cache[key] = _probe(reference, site)
     return cache[key]
+
+
+def _probe(reference: Any, site: Site) -> Any:
+    try:
+        variant = reference.probe(site)
+        hash(variant)  # sites of equal variants share a loaded kernel
+    except Exception as error:
+        return Reason.of_error(error, "probe-failed", f"probing {named(site)}")
+    return variant
+
+
+def replaces(reference: Any) -> str:
+    """What an op's kernels take the place of: ``"method"`` of a module, or ``"function"``."""
+    return getattr(reference, "REPLACES", "method")

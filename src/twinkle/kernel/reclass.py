@@ -19,12 +19,13 @@ from twinkle.reasons import Reason
 if TYPE_CHECKING:
     from torch import nn
 
-    from twinkle.kernel.undo import Journal, Row
+    from twinkle.kernel.journal import Journal
+    from twinkle.kernel.report import Row
 
 _MARK = "_twinkle_installed"
 
 BOUND_FORWARDS = ("forward", "_old_forward")
-"""Instance attributes in which other tools keep a bound ``forward``: HF kernels (its fallback) and accelerate's hooks."""
+"""Instance attributes in which other tools keep a bound ``forward``: HF kernels and accelerate's hooks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,37 +116,46 @@ def _change(
     module: nn.Module, update: Callable[[dict[str, Method]], dict[str, Method]], journal: Journal | None
 ) -> Reason | None:
     current = type(module)
-    owner = _generated(current)
-    if owner is None:
-        origin, methods, added_since = current, update({}), []
+    installed = installed_on(current)
+    if installed is None:
+        origin, methods = current, update({})
     else:
-        installed: Installed = owner.__dict__[_MARK]
-        origin, methods, journal = installed.origin, update(installed.methods), journal or installed.journal
-        reason = _changed_by_others(current, owner, installed)
+        reason = _changed_by_others(current, installed)
         if reason is not None:
             return reason
-        wrappers = _wrappers(current)
-        added_since = wrappers[: len(wrappers) - len(_wrappers(origin))]
+        origin, methods, journal = installed.origin, update(installed.methods), journal or installed.journal
+    # Wrappers that torch has put around the class stay, whether they were there before us or came since.
+    wrappers = _wrappers(current)
     if methods:
         assert journal is not None
-        target = _generate(origin, methods, journal)
+        try:
+            inner = _generate(origin, methods, journal)
+        except Exception as error:  # what __init_subclass__ and metaclasses may say
+            return Reason.of_error(error, "no-subclass", f"deriving from {origin.__qualname__}")
+    elif len(wrappers) == len(_wrappers(origin)):
+        inner, wrappers = origin, []
     else:
-        target = origin
-    if added_since:
+        inner = peel(origin)
+    if wrappers:
         assert journal is not None
-        key = (target, *added_since)
+        key = (inner, *wrappers)
         if key not in journal.classes:
-            journal.classes[key] = _wrap_again(added_since, target)
-        target = journal.classes[key]
-    set_class(module, target)
+            journal.classes[key] = _wrap_again(wrappers, inner)
+        inner = journal.classes[key]
+    try:
+        set_class(module, inner)
+    except TypeError as error:  # e.g. a subclass of the user's own has __slots__
+        return Reason.of_error(error, "no-subclass", f"making a {inner.__qualname__} of the instance")
     return None
 
 
-def _changed_by_others(current: type, owner: type, installed: Installed) -> Reason | None:
+def _changed_by_others(current: type, installed: Installed) -> Reason | None:
     """Why what is installed can't be taken off: somebody else put something on top that would be lost."""
-    wrappers = _wrappers(current)
+    owner, wrappers = _generated(current), _wrappers(current)
+    assert owner is not None
     if (wrappers[-1].__bases__[-1] if wrappers else current) is not owner:
-        return Reason("changed-since", f"the class is now {current.__qualname__}, which somebody else derived from ours")
+        text = f"the class is now {current.__qualname__}, which somebody else derived from ours"
+        return Reason("changed-since", text)
     for name, method in installed.methods.items():
         if owner.__dict__.get(name) is not method.function:
             return Reason("changed-since", f"somebody else replaced {name} on the generated {owner.__qualname__}")
@@ -155,7 +165,7 @@ def _changed_by_others(current: type, owner: type, installed: Installed) -> Reas
 def set_class(module: nn.Module, cls: type) -> None:
     """Assigns the class; forwards of the old class that other tools keep bound on the instance follow."""
     current = type(module)
-    module.__class__ = cls
+    object.__setattr__(module, "__class__", cls)  # past a __setattr__ that passes attributes on
     for attribute in BOUND_FORWARDS:
         if is_own_forward(module.__dict__.get(attribute), module, current):
             module.__dict__[attribute] = types.MethodType(cls.forward, module)  # type: ignore[attr-defined]
@@ -164,6 +174,26 @@ def set_class(module: nn.Module, cls: type) -> None:
 def is_own_forward(value: Any, module: nn.Module, cls: type) -> bool:
     """Whether ``value`` is nothing but the module's class's own ``forward``, bound."""
     return isinstance(value, types.MethodType) and value.__self__ is module and value.__func__ is cls.forward  # type: ignore[attr-defined]
+
+
+def own_forward(module: nn.Module) -> Any:
+    """A ``forward`` that the instance has besides its class's, and that runs instead of it; None when there is none."""
+    cls, state = type(module), module.__dict__
+    for attribute in BOUND_FORWARDS:
+        bound = state.get(attribute)
+        if bound is None or is_own_forward(bound, module, cls):
+            continue
+        if attribute == "forward" and is_own_forward(state.get("_old_forward"), module, cls):
+            continue  # accelerate's hook calls _old_forward, which follows the class
+        return bound
+    return None
+
+
+class _Hidden:
+    """A class attribute that hides an inherited one: for ``hasattr`` and ``getattr`` there is none."""
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        raise AttributeError("hidden by twinkle.kernel")
 
 
 def _generate(origin: type, methods: dict[str, Method], journal: Journal) -> type:
@@ -178,12 +208,11 @@ def _generate(origin: type, methods: dict[str, Method], journal: Journal) -> typ
             "__reduce_ex__": _reduce_as_original,
             "__copy__": _copy,
             "__deepcopy__": _deepcopy,
-            # HF kernels looks for this attribute; without it, it leaves the module alone.
-            "kernel_layer_name": None,
+            # HF kernels binds a forward of its own to every module whose class has this attribute.
+            "kernel_layer_name": _Hidden(),
             _MARK: Installed(origin, base, methods, journal),
         }
-        generated = type(base)(base.__name__, (base,), namespace)
-        journal.classes[key] = _wrap_again(_wrappers(origin), generated)
+        journal.classes[key] = type(base)(base.__name__, (base,), namespace)
     return journal.classes[key]
 
 
@@ -200,42 +229,80 @@ def _wrap_again(wrappers: list[type], inner: type) -> type:
     """The class that torch would have made, had it wrapped ``inner``."""
     for wrapper in reversed(wrappers):
         namespace = {k: v for k, v in wrapper.__dict__.items() if k not in ("__dict__", "__weakref__")}
+        if "__getstate__" in namespace and not hasattr(inner, "__deepcopy__"):
+            # A parametrised class refuses to be pickled and so needs a way to be copied; ours brought one.
+            namespace.setdefault("__deepcopy__", _deepcopy_parametrized)
         inner = type(wrapper)(wrapper.__name__, (*wrapper.__bases__[:-1], inner), namespace)
     return inner
 
 
-def _original_reduce(module: nn.Module) -> tuple[Any, ...]:
-    """``(function, arguments, state, …)`` of the base class, whatever it customises."""
-    installed = installed_on(type(module))
-    assert installed is not None
-    return installed.base.__reduce_ex__(module, 4)  # type: ignore[return-value]
+def _reduce_as(cls: type, module: nn.Module, protocol: Any) -> tuple[Any, ...]:
+    return cls.__reduce_ex__(module, protocol)  # type: ignore
 
 
 def _reduce_as_original(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
-    installed = installed_on(type(module))
-    assert installed is not None
-    function, arguments, *rest = _original_reduce(module)
-    if function is copyreg.__newobj__:
-        # pickle insists that __newobj__ gets the object's own class; the older constructor takes any.
-        return (copyreg._reconstructor, (peel(installed.origin), object, None), *rest)  # type: ignore[attr-defined]
-    return (function, arguments, *rest)
-
-
-def _rebuild(module: nn.Module, copy_state: Callable[[Any], Any], memo: dict[int, Any]) -> nn.Module:
     cls = type(module)
-    twin = cls.__new__(cls)
-    memo[id(module)] = twin
-    state = copy_state(_original_reduce(module)[2])
+    installed = installed_on(cls)
+    assert installed is not None
+    original = peel(installed.origin)
+    function, arguments, *rest = _reduce_as(installed.base, module, protocol)
+    if function is copyreg.__newobj__:  # type: ignore[attr-defined]
+        # pickle insists that __newobj__ gets the object's own class; the older constructor takes any.
+        return (copyreg._reconstructor, (original, object, None), *rest)  # type: ignore[attr-defined]
+    function, *arguments = (original if part is cls else part for part in (function, *arguments))
+    return (function, tuple(arguments), *rest)
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    twin, state = _twin(module)
     twin.__setstate__(state)
     return twin
 
 
-def _copy(module: nn.Module) -> nn.Module:
-    return _rebuild(module, copy.copy, {})
-
-
-def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    inherited = getattr(installed_on(type(module)).base, "__deepcopy__", None)  # type: ignore[union-attr]
+def _deepcopy(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
+    installed = installed_on(type(module))
+    assert installed is not None
+    inherited = getattr(installed.base, "__deepcopy__", None)
     if inherited is not None:
-        return inherited(module, memo)
-    return _rebuild(module, lambda state: copy.deepcopy(state, memo), memo)
+        twin = inherited(module, memo)
+    elif _is_parametrized(type(module)):
+        twin = _deepcopy_parametrized(module, memo)
+    else:
+        twin, state = _twin(module)
+        memo[id(module)] = twin
+        twin.__setstate__(copy.deepcopy(state, memo))
+    _adopt(twin, installed, memo)
+    return twin
+
+
+def _adopt(twin: nn.Module, installed: Installed, memo: dict[Any, Any]) -> None:
+    """Puts a copy into the journal of the model that it is copied for."""
+    if installed_on(type(twin)) is not installed:  # the class copies itself into something else
+        return
+    journal = installed.journal.for_copy(memo)
+    if journal is not installed.journal:
+        _change(twin, lambda methods: methods, journal)
+    journal.modules.add(twin)
+
+
+def _twin(module: nn.Module) -> tuple[nn.Module, Any]:
+    """An object like ``module`` without state, and the state of ``module``: as its base class would be copied."""
+    cls = type(module)
+    installed = installed_on(cls)
+    assert installed is not None
+    function, arguments, *rest = _reduce_as(installed.base, module, 4)
+    twin = function(*arguments)
+    if type(twin) is not cls:
+        set_class(twin, cls)
+    return twin, rest[0] if rest else {}
+
+
+def _is_parametrized(cls: type) -> bool:
+    return any("__getstate__" in wrapper.__dict__ for wrapper in _wrappers(cls))
+
+
+def _deepcopy_parametrized(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
+    twin = object.__new__(type(module))
+    memo[id(module)] = twin
+    twin.__dict__.update(copy.deepcopy(module.__dict__, memo))
+    return twin

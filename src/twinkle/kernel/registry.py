@@ -9,15 +9,13 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from twinkle.reasons import Reason, did_you_mean
 
 logger = logging.getLogger("twinkle.kernel")
-
-ENTRY_POINT_GROUP = "twinkle.kernel_ops"
 
 KNOWN_BACKENDS = ("npu", "triton", "liger", "torch", "inductor", "fla")
 """Backends that a chain may name although no implementation of the op is registered (yet, or on this machine)."""
@@ -33,14 +31,20 @@ class KernelImpl:
             original's arguments. For an op that replaces a function it is a function with the original's signature.
             Either may carry ``accepts_call(*same arguments) -> str | None``: a reason sends that one call to the
             original. Called once per distinct variant of a target's sites.
-        available: ``available()`` -> ``(True, None)`` or ``(False, reason)``, for this machine: device, package, version
-            and symbols. An exception inside it counts as unavailable.
+        available: ``available()`` -> ``(True, None)`` or ``(False, reason)``, for this machine: device, package,
+            version and symbols. An exception inside it counts as unavailable.
         accepts: ``accepts(site)`` -> None, or the reason why the kernel doesn't fit that very instance.
     """
 
     load: Callable[..., Any]
     available: Callable[[], tuple[bool, Reason | str | None]]
     accepts: Callable[[Any], Reason | str | None] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("load", "available", "accepts"):
+            value = getattr(self, name)
+            if not callable(value) and not (name == "accepts" and value is None):
+                raise ValueError(f"KernelImpl({name}=…) must be callable, got {value!r}")
 
 
 @dataclass
@@ -51,8 +55,8 @@ class OpDefinition:
         name: the op's name, e.g. ``"rms_norm"``.
         implementations: backend key -> implementation.
         installer: installs the op's kernels instead of the default installer (``installer(model, target, impl)``).
-        reference: dotted path (``module`` or ``module:attribute``) of the op's maths (see :mod:`twinkle.kernel.ops`); it
-            tells what a site computes and serves the judge and the backends that exist for every op.
+        reference: dotted path (``module`` or ``module:attribute``) of the op's maths (see :mod:`twinkle.kernel.ops`);
+            it tells what a site computes and serves the judge and the backends that exist for every op.
     """
 
     name: str
@@ -88,34 +92,52 @@ class KernelChoice:
 
     def __post_init__(self) -> None:
         get_op(self.op)
-        if isinstance(self.backends, str) or not isinstance(self.backends, Sequence):
-            raise ValueError(
-                f"KernelChoice(op={self.op!r}): backends must be a tuple of names, got {self.backends!r}; "
-                f"write backends=({str(self.backends)!r},)"
-            )
-        if not self.backends or not all(isinstance(backend, str) and backend for backend in self.backends):
-            raise ValueError(
-                f"KernelChoice(op={self.op!r}): backends must be a non-empty tuple of names, got {self.backends!r}; "
-                f"registered for this op: {', '.join(backends_of(self.op)) or 'none'}"
-            )
-        if self.installer is not None and not callable(self.installer):
-            raise ValueError(f"KernelChoice(op={self.op!r}): installer must be callable, got {self.installer!r}")
-        object.__setattr__(self, "backends", tuple(self.backends))
+        object.__setattr__(self, "backends", _checked_chain(self.op, self.backends, f"KernelChoice(op={self.op!r})"))
+        _check_installer(self.installer, f"KernelChoice(op={self.op!r})")
+
+
+def _checked_chain(op: str, backends: Any, where: str) -> tuple[str, ...]:
+    """The backends as a tuple; a bare string, an empty chain or anything else that is no chain is a ValueError."""
+    problem = f"{where}: backends must be a non-empty tuple of names, got {backends!r}"
+    if isinstance(backends, str) and backends:
+        raise ValueError(f"{problem}; write backends=({backends!r},)")
+    is_chain = isinstance(backends, Sequence) and backends and not isinstance(backends, str)
+    if not is_chain or not all(isinstance(backend, str) and backend for backend in backends):
+        raise ValueError(f"{problem}; registered for this op: {', '.join(backends_of(op)) or 'none'}")
+    return tuple(backends)
+
+
+def _check_installer(installer: Any, where: str) -> None:
+    if installer is not None and not callable(installer):
+        raise ValueError(f"{where}: installer must be callable as installer(model, target, impl), got {installer!r}")
 
 
 _OPS: dict[str, OpDefinition] = {}
 _EVERY_OP: dict[str, Callable[[OpDefinition], KernelImpl]] = {}
-_plugin_errors: dict[str, Reason] | None = None
 
 
 def register_op(
     name: str,
     *,
-    implementations: dict[str, KernelImpl],
+    implementations: Mapping[str, KernelImpl],
     installer: Callable[..., int | None] | None = None,
     reference: str | None = None,
 ) -> OpDefinition:
-    """Makes an op known. An existing name is a ValueError."""
+    """Makes an op known.
+
+    Args:
+        name: what :class:`KernelChoice` calls it.
+        implementations: backend key -> implementation; others may follow with :func:`register_backend`.
+        installer, reference: see :class:`OpDefinition`.
+
+    Raises:
+        ValueError: the name exists already, or an argument is of the wrong kind; nothing was registered.
+    """
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"an op's name must be a non-empty string, got {name!r}")
+    _check_installer(installer, f"op {name!r}")
+    if not isinstance(implementations, Mapping):
+        raise ValueError(f"op {name!r}: implementations must map backend names to KernelImpl, got {implementations!r}")
     if name in _OPS:
         raise ValueError(f"op {name!r} is already registered; add a backend to it with register_backend({name!r}, …)")
     definition = OpDefinition(name, {}, installer, reference)
@@ -150,6 +172,8 @@ def unregister_backend_for_every_op(backend: str) -> None:
 
 
 def _check_impl(op: str, backend: str, impl: KernelImpl) -> None:
+    if not isinstance(backend, str) or not backend:
+        raise ValueError(f"op {op!r}: a backend's name must be a non-empty string, got {backend!r}")
     if not isinstance(impl, KernelImpl):
         raise ValueError(f"op {op!r}, backend {backend!r}: expected a KernelImpl, got {impl!r}")
 
@@ -160,20 +184,38 @@ def get_op(name: str) -> OpDefinition:
     Raises:
         ValueError: unknown op; the message lists the known ones and the nearest.
     """
+    if not isinstance(name, str):
+        raise ValueError(f"an op is named by a string, got {name!r}")
     if name not in _OPS:
         importlib.import_module("twinkle.kernel.ops")
     if name not in _OPS:
-        load_plugins()
+        _load_plugins()
     if name not in _OPS:
-        raise ValueError(f"unknown op {name!r}; known: {', '.join(sorted(_OPS))}{did_you_mean(str(name), _OPS)}")
+        _load_plugins(refresh=True)  # what brings it may have been installed since
+    if name not in _OPS:
+        raise ValueError(f"unknown op {name!r}; known: {', '.join(sorted(_OPS))}{did_you_mean(name, _OPS)}")
     return _OPS[name]
 
 
 def ops() -> dict[str, OpDefinition]:
     """All known ops by name, third-party ones included."""
     importlib.import_module("twinkle.kernel.ops")
-    load_plugins()
+    _load_plugins()
     return dict(sorted(_OPS.items()))
+
+
+def _load_plugins(refresh: bool = False) -> None:
+    from twinkle.kernel.plugins import load_plugins
+
+    load_plugins(refresh)
+
+
+def reference_of(op: str) -> Any:
+    """An op's reference; None when it has none, or the Reason why it can't be imported."""
+    try:
+        return get_op(op).load_reference()
+    except Exception as error:
+        return Reason.of_error(error, "broken-reference", f"importing the reference of op {op}")
 
 
 def backends_of(op: str) -> tuple[str, ...]:
@@ -193,37 +235,7 @@ def get_impl(op: str, backend: str) -> KernelImpl | Reason:
     return Reason("not-registered", f"backend {backend} is not registered for op {op}", hint)
 
 
-def load_plugins(refresh: bool = False) -> dict[str, Reason]:
-    """Scans the entry points of ``twinkle.kernel_ops`` (once, unless ``refresh``) and calls what they name.
-
-    An entry point names a function without arguments that registers ops or backends. A broken one is kept out.
-
-    Returns:
-        the ones that could not be loaded, by name, with the reason.
-    """
-    global _plugin_errors
-    if _plugin_errors is None or refresh:
-        from importlib.metadata import entry_points
-
-        already_loaded = _loaded_plugins
-        _plugin_errors = {}
-        for entry in entry_points(group=ENTRY_POINT_GROUP):
-            if (entry.name, entry.value) in already_loaded:
-                continue
-            try:
-                register = entry.load()
-                register()
-                already_loaded.add((entry.name, entry.value))
-            except Exception as error:  # somebody else's package must not take us down
-                _plugin_errors[entry.name] = Reason.of_error(error, "broken-plugin", f"plug-in {entry.name}")
-                logger.warning("%s (entry point %s = %s)", _plugin_errors[entry.name], entry.name, entry.value)
-    return dict(_plugin_errors)
-
-
-_loaded_plugins: set[tuple[str, str]] = set()
-
-
-class lazy_import:  # noqa: N801 - used like a function
+class lazy_import:
     """``lazy_import("package.module:attribute")``: a callable that imports the attribute at its first call."""
 
     def __init__(self, path: str) -> None:
@@ -239,15 +251,44 @@ class lazy_import:  # noqa: N801 - used like a function
     def __repr__(self) -> str:
         return f"lazy_import({self.path!r})"
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, lazy_import) and other.path == self.path
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
 
 def availability(impl: KernelImpl) -> Reason | None:
     """None when the backend can be used on this machine, else the reason; never raises."""
     try:
         answer = impl.available()
-        usable, reason = answer
     except Exception as error:
         return Reason.of_error(error, "not-available", "available()")
+    if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[0], bool):
+        return Reason("not-available", f"available() returned {answer!r:.80}, not (True, None) or (False, reason)")
+    usable, reason = answer
     return None if usable else Reason.of(reason or "available() said no, without a reason", "not-available")
+
+
+class Availability:
+    """The answers of one call: each backend is asked once, however many targets name it."""
+
+    def __init__(self) -> None:
+        self._impls: dict[tuple[str, str], KernelImpl | Reason] = {}
+        # Ops share an available() function. Keyed by identity, since it may be unhashable; _impls keeps it alive.
+        self._answers: dict[Any, Reason | None] = {}
+
+    def impl_of(self, op: str, backend: str) -> KernelImpl | Reason:
+        """The implementation, or why there is none or it can't be used on this machine."""
+        if (op, backend) not in self._impls:
+            self._impls[op, backend] = get_impl(op, backend)
+        impl = self._impls[op, backend]
+        if isinstance(impl, Reason):
+            return impl
+        asked = impl.available if isinstance(impl.available, lazy_import) else id(impl.available)
+        if asked not in self._answers:
+            self._answers[asked] = availability(impl)
+        return self._answers[asked] or impl
 
 
 def load_impl(impl: KernelImpl, target: Any, site: Any) -> Any:
@@ -261,24 +302,17 @@ def load_impl(impl: KernelImpl, target: Any, site: Any) -> Any:
 
 
 def _takes_site(load: Callable[..., Any]) -> bool:
+    """Whether ``load`` wants the site; a further parameter with a default is its own business, unless named so."""
     try:
-        inspect.signature(load).bind(None, None)
-    except TypeError:
+        parameters = list(inspect.signature(load).parameters.values())
+    except (TypeError, ValueError):  # no signature to read, e.g. a builtin
         return False
-    except ValueError:  # no signature to read, e.g. a builtin
+    if parameters and parameters[0].kind is inspect.Parameter.VAR_POSITIONAL:
+        return True
+    second = parameters[1] if len(parameters) > 1 else None
+    if second is None or second.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD):
         return False
-    return True
-
-
-def walk_chain(op: str, backends: Sequence[str]) -> Iterator[tuple[str, KernelImpl | Reason]]:
-    """The chain, lazily: each backend with its implementation, or with the reason why it is out on this machine."""
-    for backend in backends:
-        impl = get_impl(op, backend)
-        if not isinstance(impl, Reason):
-            missing = availability(impl)
-            yield backend, impl if missing is None else missing
-        else:
-            yield backend, impl
+    return second.default is second.empty or second.name == "site"
 
 
 def resolve_impl(
@@ -294,9 +328,14 @@ def resolve_impl(
 
     Returns:
         ``(implementation, backend)``, or ``(None, None)`` when none could be had.
+
+    Raises:
+        ValueError: the op is unknown, or ``backends`` is a string or empty.
     """
     level = logging.WARNING if warn else logging.DEBUG
-    for backend, impl in walk_chain(op, backends):
+    asked = Availability()
+    for backend in _checked_chain(op, backends, f"resolve_impl({op!r})"):
+        impl = asked.impl_of(op, backend)
         loaded = impl if isinstance(impl, Reason) else load_impl(impl, target, None)
         if not isinstance(loaded, Reason):
             return loaded, backend

@@ -52,6 +52,11 @@ class Row:
         notes: what else there is to know.
         default: whether the entry is the default config's own.
         counts: what became of the calls.
+        seen: those of the notes that the last :func:`report` made of what it found at the sites.
+        covers: the (class or Python module, attribute) of the sites that the entry names; not part of the data.
+        patches: the attributes that its installer replaced; not part of the data.
+        recipe: what must be equal for a later call to leave the row's work alone; not part of the data.
+        serves: what was installed -> the variant of the sites that it serves; not part of the data.
     """
 
     target: str
@@ -66,6 +71,11 @@ class Row:
     notes: list[str] = field(default_factory=list)
     default: bool = False
     counts: Counts = field(default_factory=Counts)
+    seen: list[str] = field(default_factory=list)
+    covers: frozenset[tuple[Any, str]] = field(default=frozenset(), repr=False)
+    patches: list[Any] = field(default_factory=list, repr=False)
+    recipe: tuple[Any, ...] = field(default=(), repr=False)
+    serves: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
     def calls(self) -> int:
@@ -78,6 +88,11 @@ class Row:
         return dict(self.counts.fallbacks)
 
     @property
+    def errors(self) -> int:
+        """Calls in which the kernel raised; the exception went up to the caller."""
+        return self.counts.errors
+
+    @property
     def reasons(self) -> list[Reason]:
         """All reasons of all candidates, in order."""
         return [reason for tried in self.tried for reason in tried.reasons]
@@ -85,6 +100,8 @@ class Row:
     def why(self) -> str:
         """The reasons in one line, for logs and tables."""
         parts = [f"{tried.backend}: {'; '.join(map(str, tried.reasons))}" for tried in self.tried if tried.reasons]
+        if self.errors:
+            parts.append(f"the kernel raised in {self.errors} call{'s' if self.errors > 1 else ''}")
         return " | ".join(parts + self.notes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,6 +121,7 @@ class Row:
             "calls": self.calls,
             "compiled": self.counts.compiled,
             "fallbacks": self.fallbacks,
+            "errors": self.errors,
         }
 
 
@@ -117,6 +135,7 @@ class Uncovered:
         op: the op that fits, found by running the module on small inputs; None when none does.
         variant: what it computes, in the op's terms.
         reason: why no op fits, when none does.
+        key: what to write as the mapping's key.
     """
 
     target: str
@@ -124,15 +143,18 @@ class Uncovered:
     op: str | None = None
     variant: str | None = None
     reason: str | None = None
+    key: str | None = None
 
     @property
     def config_line(self) -> str | None:
-        """The mapping entry that would cover it."""
+        """The mapping entry that would cover it, as Python source; ``model`` is the model."""
         if self.op is None:
             return None
         from twinkle.kernel.config import default_chain
 
-        return f'"{self.target}": KernelChoice(op="{self.op}", backends={default_chain(self.op)!r}),'
+        chain = [f'"{backend}"' for backend in default_chain(self.op)]
+        backends = ", ".join(chain) if len(chain) > 1 else f"{chain[0]},"
+        return f'{self.key}: KernelChoice(op="{self.op}", backends=({backends})),'
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -177,7 +199,8 @@ class Report:
         own = [row for row in unused if not row.default]
         hidden = [] if all_rows else [row for row in unused if row.default or len(own) > _FEW]
         shown = [row for row in self.rows if row not in hidden]
-        lines = _columns([_HEADER, *(_cells(row) for row in shown)]) if shown else ["no entry concerns this model"]
+        nothing = "no entry concerns this model" if self.rows else "nothing is installed, and no entry was given"
+        lines = _columns([_HEADER, *(_cells(row) for row in shown)]) if shown else [nothing]
         for row in shown:
             if row.why():
                 lines.append(f"  {short(row.target)}: {row.why()}")
@@ -241,27 +264,38 @@ def plan(model: nn.Module, mapping: Any = None, *, device: torch.device | str | 
     return Report(made.rows(), made.uncovered(), str(made.index.device))
 
 
+_HIDDEN = "of the modules have got a forward of their own since, which runs instead"
+
+
 def report(model: nn.Module) -> Report:
     """What is installed on a model now, how often it was called, and what nothing covers."""
-    from twinkle.kernel.plan import uncovered_of
-    from twinkle.kernel.reclass import installed_on
+    from twinkle.kernel.reclass import installed_on, own_forward
     from twinkle.kernel.targets import ModelIndex
+    from twinkle.kernel.uncovered import uncovered_of
     from twinkle.kernel.undo import journals_of
 
     index = ModelIndex.of(model, None)
-    live = Counter(
-        id(method.row)
-        for module in model.modules()
-        if (installed := installed_on(type(module))) is not None
-        for method in installed.methods.values()
-    )
+    live: Counter[Row] = Counter()
+    hidden: Counter[Row] = Counter()
+    for module in model.modules():
+        installed = installed_on(type(module))
+        for attribute, method in installed.methods.items() if installed else ():
+            live[method.row] += 1
+            hidden[method.row] += attribute == "forward" and own_forward(module) is not None
+    noted = [row for journal in journals_of(model) for row in journal.rows]
     rows = []
-    for journal in journals_of(model):
-        for row in journal.rows:
-            if row.state == "installed" and row.scope == "model" and row.installer == "default_installer":
-                row.instances = live[id(row)]
-                if not row.instances:  # a later call put something else there
-                    continue
-            rows.append(row)
-    covered = {row.target for row in rows if row.state not in ("unused", "missing")}
+    # A row that a later call's replaced may still serve the modules which that call didn't reach.
+    for row in [*(row for row in live if row not in noted), *noted]:
+        if row.state == "installed" and row.scope == "model" and row.installer == "default_installer":
+            row.instances = live[row]
+            if not row.instances:  # a later call put something else there
+                continue
+        gone = [patch for patch in row.patches if patch.owner is not None and not patch.in_place]
+        seen = [f"{patch.where} was replaced by somebody else since" for patch in gone]
+        if hidden[row]:
+            seen.append(f"{hidden[row]} {_HIDDEN}")
+        row.notes[:] = [note for note in row.notes if note not in row.seen] + seen
+        row.seen = seen
+        rows.append(row)
+    covered = {place for row in rows for place in row.covers}
     return Report(rows, uncovered_of(index, covered), str(index.device))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
+import pkgutil
 import sys
 import types
 from dataclasses import dataclass, field
@@ -31,6 +33,7 @@ class Target:
         owner: the class or the Python module; None for a logical name.
         attribute: the method's or function's name.
         original: the class's function, or the module's function as it was before anything of ours was put there.
+        path: the class's dotted path, where the key is one.
     """
 
     kind: Kind
@@ -38,6 +41,7 @@ class Target:
     owner: Any = None
     attribute: str = ""
     original: Any = None
+    path: str | None = None
 
     def __str__(self) -> str:
         return self.label
@@ -77,9 +81,23 @@ class Site:
     variant: Any = None
 
     @property
+    def where(self) -> str:
+        """The place for people: ``model.layers.0.mlp.forward``, or the function's dotted path."""
+        return self.name if self.module is None else f"{self.name or 'the model'}.{self.attribute}"
+
+    @property
     def place(self) -> tuple[int, str]:
         """What two entries may not both own."""
         return id(self.owner if self.module is None else self.module), self.attribute
+
+
+def describe(value: Any) -> str:
+    """Any value in an error message, in a few words."""
+    if isinstance(value, type):
+        return f"the class {value.__module__}.{value.__qualname__}"
+    text = " ".join(repr(value).split())
+    text = text if len(text) <= 100 else f"{text[:100]}…"
+    return text if isinstance(value, (str, type(None))) else f"{type(value).__name__} {text}"
 
 
 def resolve_target(key: Any, importing: bool = True) -> Target | Unresolved:
@@ -98,20 +116,31 @@ def resolve_target(key: Any, importing: bool = True) -> Target | Unresolved:
         return key
     if isinstance(key, type):
         return _class_target(key)
-    if not isinstance(key, str) or not key.strip("."):
-        raise ValueError(
-            f"a mapping key must be an nn.Module subclass, a dotted path or a logical name, got {key!r}"
-        )
+    if not isinstance(key, str):
+        wanted = "an nn.Module subclass, a dotted path or a logical name"
+        raise ValueError(f"a mapping's key must be {wanted}, got {describe(key)}{_key_hint(key)}")
+    if not all(part and part == part.strip() and ":" not in part for part in key.split(".")):
+        raise ValueError(f"the key {key!r} is no dotted path: write package.module.Class, ….Class.method or ….function")
     if "." not in key:
         return Target("logical", key)
     return _dotted_target(key, importing)
+
+
+def _key_hint(key: Any) -> str:
+    from torch import nn
+
+    if isinstance(key, nn.Module):
+        return f"; give its class {type(key).__qualname__}"
+    if inspect.isroutine(key):
+        return f"; write its dotted path '{key.__module__}.{key.__qualname__}'"
+    return ""
 
 
 def _class_target(cls: type, label: str | None = None) -> Target:
     from torch import nn
 
     if not issubclass(cls, nn.Module):
-        raise ValueError(f"{cls.__module__}.{cls.__qualname__} is no nn.Module subclass, so no model has instances of it")
+        raise ValueError(f"{label or describe(cls)} is no nn.Module subclass, so no model has instances of it")
     cls = peel(cls)
     label = label or f"{cls.__module__}.{cls.__qualname__}"
     _refuse_torch(label, cls.__module__)
@@ -121,50 +150,54 @@ def _class_target(cls: type, label: str | None = None) -> Target:
 def _refuse_torch(label: str, module: str) -> None:
     if module.partition(".")[0] == "torch":
         raise ValueError(
-            f"{label} belongs to torch, which every model of the process shares; name the model's own class or "
-            "method that uses it instead"
+            f"{label} belongs to torch, which every model of the process shares; name the model's own class, method or "
+            "function that uses it instead"
         )
 
 
 def _dotted_target(path: str, importing: bool) -> Target | Unresolved:
-    python_module, rest = _find_module(path, importing)
-    if python_module is None:
+    start, rest = _find_module(path, importing)
+    if start is None:
         return Unresolved(path, "unused", Reason("unused", "no model in this process uses its Python module"))
-    if isinstance(python_module, Reason):
-        return _not_there(path, python_module)
-    if not 1 <= len(rest) <= 2:
-        known = [name for name in vars(python_module) if not name.startswith("_")]
-        return _not_there(path, _no_such(path, python_module.__name__, rest[0] if rest else "", known))
-    name, method = rest[0], rest[1] if len(rest) == 2 else None
-    value = vars(python_module).get(name)
-    if value is None:
-        value = _lazy_attribute(python_module, name)
-    if value is None:
-        return _not_there(path, _no_such(path, python_module.__name__, name, _candidates(python_module, method)))
-    if isinstance(value, type):
-        if method is None:
-            return _class_target(value, path)
-        return _method_target(value, method, path)
-    if method is not None:
-        raise ValueError(f"{path}: {python_module.__name__}.{name} is no class, so it has no method {method!r}")
-    return _function_target(python_module, name, value, path)
+    if isinstance(start, Reason):
+        return _not_there(path, start)
+    holder: Any = start
+    where = start.__name__
+    for position, name in enumerate(rest):
+        value, after = _member(holder, name), rest[position + 1 :]
+        if value is None:
+            return _not_there(path, _no_such(holder, where, name, after))
+        if isinstance(value, Reason):
+            return _not_there(path, value)
+        if not after and not isinstance(value, type):
+            if isinstance(holder, type):
+                return _method_target(holder, name, path)
+            return _function_target(holder, name, value, path)
+        if not isinstance(value, (type, types.ModuleType)):
+            raise ValueError(f"{path}: {where}.{name} is no class, so it has no method {after[0]!r}")
+        holder, where = value, f"{where}.{name}"
+    return dataclasses.replace(_class_target(holder, path), path=path)
 
 
-def _lazy_attribute(python_module: types.ModuleType, name: str) -> Any:
-    """Packages that load their names on demand (PEP 562) have them outside ``vars``."""
-    return getattr(python_module, name, None) if hasattr(python_module, "__getattr__") else None
+def _member(holder: Any, name: str) -> Any:
+    """A name of a Python module or class; None when it has none, a Reason when loading it on demand failed."""
+    if isinstance(holder, type):
+        return inspect.getattr_static(holder, name, None)
+    value = vars(holder).get(name)
+    if value is None and hasattr(holder, "__getattr__"):  # packages that load their names on demand (PEP 562)
+        try:
+            return getattr(holder, name, None)
+        except Exception as error:
+            return Reason.of_error(error, "broken-module", f"loading {holder.__name__}.{name}")
+    return value
 
 
-def _method_target(cls: type, method: str, path: str) -> Target | Unresolved:
+def _method_target(cls: type, method: str, path: str) -> Target:
     target = _class_target(cls, path)
-    try:
-        original = inspect.getattr_static(target.owner, method)
-    except AttributeError:
-        methods = [name for name in dir(target.owner) if not name.startswith("_")]
-        return _not_there(path, _no_such(path, path.rpartition(".")[0], method, methods))
+    original = inspect.getattr_static(target.owner, method)
     if not isinstance(original, types.FunctionType):
         raise ValueError(f"{path} is a {type(original).__name__}, not a method that a kernel could replace")
-    return Target("method", path, target.owner, method, original)
+    return Target("method", path, target.owner, method, original, path.rpartition(".")[0])
 
 
 def _function_target(python_module: types.ModuleType, name: str, value: Any, path: str) -> Target:
@@ -201,22 +234,27 @@ def _find_module(path: str, importing: bool) -> tuple[types.ModuleType | Reason 
                 return Reason.of_error(error, "broken-module", f"importing {name}"), []
         except Exception as error:
             return Reason.of_error(error, "broken-module", f"importing {name}"), []
-    return Reason("missing", f"there is no Python package {parts[0]!r}", f"install {parts[0]}, or mend the path"), []
+    close = nearest(parts[0], {"transformers", *(name.partition(".")[0] for name in list(sys.modules))})
+    remedy = f"nearest: {close}" if close else f"install {parts[0]}, or mend the path"
+    return Reason("missing", f"there is no Python package {parts[0]!r}", remedy), []
 
 
-def _candidates(python_module: types.ModuleType, method: str | None) -> list[str]:
-    """The names that a wrong one may have meant: classes and functions that are defined there."""
-    return [
-        f"{name}.{method}" if method and isinstance(value, type) else name
-        for name, value in vars(python_module).items()
-        if callable(value) and not name.startswith("__")
-    ]
-
-
-def _no_such(path: str, where: str, name: str, known: list[str]) -> Reason:
-    wanted = ".".join(path.split(".")[-2:]) if any("." in k for k in known) and path.endswith(f"{name}.forward") else name
-    close = nearest(wanted, known) or nearest(name, known)
-    return Reason("missing", f"{where} has no {name!r}", f"nearest: {where}.{close}" if close else None)
+def _no_such(holder: Any, where: str, name: str, after: list[str]) -> Reason:
+    """A missing name as a reason, with the path that was probably meant."""
+    members = {n: v for n, v in vars(holder).items() if not n.startswith("__")}
+    if isinstance(holder, type):
+        known = [n for n in dir(holder) if not n.startswith("_")]
+    elif hasattr(holder, "__path__"):
+        known = [*members, *(module.name for module in pkgutil.iter_modules(holder.__path__))]
+    elif after:
+        known = [n for n, v in members.items() if isinstance(v, type)]
+    else:
+        known = [n for n, v in members.items() if callable(v)]
+    close = nearest(name, known)
+    if close is None:
+        return Reason("missing", f"{where} has no {name!r}")
+    rest = after if isinstance(members.get(close), type) else []
+    return Reason("missing", f"{where} has no {name!r}", f"nearest: {'.'.join([where, close, *rest])}")
 
 
 def _not_there(path: str, reason: Reason) -> Unresolved:
@@ -256,7 +294,9 @@ class ModelIndex:
         index = cls(model_device, device, dtype, journals_of(model))
         for name, module in model.named_modules():
             index.by_class.setdefault(peel(type(module)), []).append((name, module))
-        index.python_modules = {base.__module__ for found in index.by_class for base in found.__mro__}
+        index.python_modules = {
+            base.__module__ for found in index.by_class for base in found.__mro__ if isinstance(base.__module__, str)
+        }
         return index
 
     def sites(self, target: Target) -> list[Site]:
@@ -271,8 +311,7 @@ class ModelIndex:
             ]
         found = []
         for cls, instances in self.by_class.items():
-            # A subclass with code of its own at this attribute doesn't run the target's.
-            if issubclass(cls, target.owner) and inspect.getattr_static(cls, target.attribute) is target.original:
+            if _means(target, cls):
                 found += [self.site(name, module, cls, target.attribute) for name, module in instances]
         return found
 
@@ -281,6 +320,15 @@ class ModelIndex:
         device = self.forced_device or (self.device if parameter is None else parameter.device)
         dtype = self.dtype if parameter is None else parameter.dtype
         return Site(module, name, cls, attribute, getattr(cls, attribute), device, dtype)
+
+
+def _means(target: Target, cls: type) -> bool:
+    """Whether instances of a class run what the target names."""
+    # A subclass with code of its own at this attribute doesn't run the target's.
+    if issubclass(cls, target.owner) and inspect.getattr_static(cls, target.attribute) is target.original:
+        return True
+    # Liger puts a class of its own under the name; models made before that have instances of the one that was there.
+    return target.path == f"{cls.__module__}.{cls.__qualname__}" and hasattr(cls, target.attribute)
 
 
 def holders_of(site: Site) -> list[str]:

@@ -1,4 +1,4 @@
-"""The journal of what was installed, and the way back.
+"""Changing a model and the way back.
 
 Two kinds of change exist: the class of a module (:mod:`twinkle.kernel.reclass`), and an attribute of any object, which
 goes through :func:`patch`. Both are steps of a :class:`Transaction`, so a failing call takes back what it did, and both
@@ -11,15 +11,27 @@ import contextlib
 import contextvars
 import functools
 import logging
-import weakref
-from collections.abc import Callable, Iterator, MutableMapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from twinkle.kernel.journal import (
+    Journal,
+    Patch,
+    PatchConflict,
+    enter_model,
+    forget_model,
+    journals_of,
+    lock,
+    patch_of,
+    register_model,
+    release,
+)
 from twinkle.kernel.reclass import (
     BOUND_FORWARDS,
     Method,
     installed_on,
+    own_forward,
     remove_method,
     replace_method,
     restore_class,
@@ -30,146 +42,23 @@ from twinkle.reasons import Reason
 if TYPE_CHECKING:
     from torch import nn
 
-    from twinkle.kernel.report import Row
+__all__ = [
+    "Journal",
+    "PatchConflict",
+    "Transaction",
+    "Undone",
+    "active_transaction",
+    "enter_model",
+    "journals_of",
+    "kernelized",
+    "patch",
+    "patch_of",
+    "register_model",
+    "transaction",
+    "unkernelize",
+]
 
 logger = logging.getLogger("twinkle.kernel")
-
-_ABSENT = object()
-
-
-class Journal:
-    """What one model carries. Copies of the model share it; it dies with the last of them.
-
-    Attributes:
-        classes: the generated classes, by what they are made of.
-        methods: the installed methods, by what they are made of, so that equal instances share a class.
-        rows: the report rows of what was planned and installed.
-        patches: the attribute patches that this journal claims.
-        models: the models that ``kernelize`` was called with.
-    """
-
-    def __init__(self) -> None:
-        self.classes: dict[tuple[Any, ...], type] = {}
-        self.methods: dict[tuple[Any, ...], Method] = {}
-        self.rows: list[Row] = []
-        self.patches: list[Patch] = []
-        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        # When the last model that claims a process-wide patch is gone, the original returns.
-        weakref.finalize(self, _release_orphans, self.patches).atexit = False
-
-
-_journals: weakref.WeakKeyDictionary[nn.Module, Journal] = weakref.WeakKeyDictionary()
-
-
-def journals_of(model: nn.Module) -> list[Journal]:
-    """The journals of whatever is installed on a model, its parts or the model it was copied from."""
-    found: dict[int, Journal] = {}
-    for module in model.modules():
-        journal = _journals.get(module)
-        installed = installed_on(type(module))
-        for known in (journal, installed and installed.journal):
-            if known:
-                found[id(known)] = known
-    return list(found.values())
-
-
-class PatchConflict(RuntimeError):
-    """An attribute already carries another kernel, for a model that is still alive."""
-
-
-@dataclass(eq=False)
-class Patch:
-    """One replaced attribute (or item of a mapping), and the journals that want it so."""
-
-    holder: Any
-    name: str
-    value: Any
-    original: Any
-    claims: weakref.WeakSet[Journal] = field(default_factory=weakref.WeakSet)
-
-    @classmethod
-    def on(cls, obj: Any, name: str, value: Any) -> Patch:
-        # A model must be able to die while it carries patches.
-        return cls(weakref.ref(obj) if _is_torch_module(obj) else obj, name, value, _read(obj, name))
-
-    @property
-    def owner(self) -> Any:
-        return self.holder() if isinstance(self.holder, weakref.ref) else self.holder
-
-    @property
-    def where(self) -> str:
-        return f"{getattr(self.owner, '__name__', type(self.owner).__name__)}.{self.name}"
-
-    @property
-    def key(self) -> tuple[int, str]:
-        return id(self.owner), self.name
-
-    def apply(self) -> None:
-        _write(self.owner, self.name, self.value)
-        _patches[self.key] = self
-        _set_active(self.value, True)
-
-    def restore(self) -> Reason | None:
-        """Puts the original back where the value is still ours; otherwise says why not."""
-        _set_active(self.value, False)
-        _patches.pop(self.key, None)
-        if self.owner is None:
-            return None
-        if _read(self.owner, self.name) is not self.value:
-            return Reason("changed-since", f"{self.where} was replaced by somebody else")
-        _write(self.owner, self.name, self.original)
-        return None
-
-
-_patches: dict[tuple[int, str], Patch] = {}
-
-
-def _set_active(value: Any, active: bool) -> None:
-    """A router that somebody still holds after the undo passes every call on to the original."""
-    if hasattr(value, "twinkle_router"):
-        value.twinkle_router.active = active
-
-
-def _is_torch_module(obj: Any) -> bool:
-    from torch import nn
-
-    return isinstance(obj, nn.Module)
-
-
-def _read(holder: Any, name: str) -> Any:
-    return holder.get(name, _ABSENT) if isinstance(holder, MutableMapping) else vars(holder).get(name, _ABSENT)
-
-
-def _write(holder: Any, name: str, value: Any) -> None:
-    if isinstance(holder, MutableMapping):
-        if value is _ABSENT:
-            del holder[name]
-        else:
-            holder[name] = value
-    elif value is _ABSENT:
-        delattr(holder, name)
-    else:
-        setattr(holder, name, value)
-
-
-def patch_of(obj: Any, name: str) -> Patch | None:
-    """The live patch on an attribute, if there is one."""
-    return _patches.get((id(obj), name))
-
-
-def _release(journal: Journal, patches: list[Patch]) -> list[Reason]:
-    """Gives up the journal's claims; what nobody claims any more is restored."""
-    reasons = []
-    for claimed in reversed(patches):
-        claimed.claims.discard(journal)
-        reasons.append(None if claimed.claims else claimed.restore())
-    return [reason for reason in reasons if reason]
-
-
-def _release_orphans(patches: list[Patch]) -> None:
-    for orphan in reversed(patches):
-        if not orphan.claims and _patches.get(orphan.key) is orphan:
-            orphan.restore()
 
 
 class Transaction:
@@ -191,29 +80,39 @@ class Transaction:
         return len(self._steps)
 
     def replace_method(self, module: nn.Module, attribute: str, method: Method) -> Reason | None:
+        """Installs a method on an instance; returns None, or why the instance was left as it is."""
+        self.journal.modules.add(module)
         self._change_class(module)
         return replace_method(module, attribute, method, self.journal)
 
     def remove_method(self, module: nn.Module, attribute: str) -> Reason | None:
+        """Takes a method of an earlier call off; returns as ``replace_method``."""
         self._change_class(module)
         return remove_method(module, attribute)
 
     def _change_class(self, module: nn.Module) -> None:
         self.touched |= {(id(module), name) for name in ("__class__", *BOUND_FORWARDS)}
-        self._steps.append(functools.partial(set_class, module, type(module)))
+        self._steps.append(functools.partial(self._class_back, module, type(module)))
+
+    def _class_back(self, module: nn.Module, cls: type) -> None:
+        set_class(module, cls)
+        if installed_on(cls) is None:
+            self.journal.modules.discard(module)
 
     def patch(self, obj: Any, name: str, value: Any) -> None:
+        """Replaces an attribute, or shares the replacement when it is the one that is there."""
         self.touched.add((id(obj), name))
         current = patch_of(obj, name)
+        if current is not None and current.value is not value:
+            raise PatchConflict(f"{current.where} already carries another kernel, for a model that is still alive")
         if current is None:
             current = Patch.on(obj, name, value)
             current.apply()
-        elif current.value is not value:
-            raise PatchConflict(f"{current.where} already carries another kernel, for a model that is still alive")
         if self.journal not in current.claims:
-            current.claims.add(self.journal)
-            self.journal.patches.append(current)
+            self.journal.claim(current)
             self._steps.append(functools.partial(self._give_up, current))
+        if patch_of(obj, name) is not current:  # the last of its models was collected before we claimed it
+            current.apply()
 
     def undo_patch(self, patch_: Patch) -> list[Reason]:
         """Gives up an earlier patch of this journal as part of the call."""
@@ -222,13 +121,17 @@ class Transaction:
 
     def _give_up(self, patch_: Patch) -> list[Reason]:
         self.journal.patches.remove(patch_)
-        return _release(self.journal, [patch_])
+        return release(self.journal, [patch_])
 
     def _claim_again(self, patch_: Patch) -> None:
-        if not patch_.claims:
+        if not patch_.claimed:
             patch_.apply()
-        patch_.claims.add(self.journal)
-        self.journal.patches.append(patch_)
+        self.journal.claim(patch_)
+
+    def steps_done(self) -> None:
+        """Lets go of everything that the transaction refers to."""
+        self._steps.clear()
+        self.assignments = []
 
     def rollback(self, to: int = 0) -> list[Reason]:
         """Takes back the steps after the first ``to``, last first; says what could not be."""
@@ -243,20 +146,24 @@ _active: contextvars.ContextVar[Transaction | None] = contextvars.ContextVar("tw
 
 @contextlib.contextmanager
 def transaction(journal: Journal) -> Iterator[Transaction]:
-    """Makes a transaction the active one; an exception rolls it back and goes up, saying what could not be taken back."""
+    """Makes a transaction the active one; an exception rolls it back and goes up, with notes on what is left."""
     current = Transaction(journal)
-    token = _active.set(current)
-    try:
-        yield current
-    except BaseException as error:
-        for reason in current.rollback():
-            error.add_note(f"twinkle.kernel could not take back: {reason}")
-        raise
-    finally:
-        _active.reset(token)
+    with lock:
+        token = _active.set(current)
+        try:
+            yield current
+        except BaseException as error:
+            for reason in current.rollback():
+                error.add_note(f"twinkle.kernel could not take back: {reason}")
+            raise
+        finally:
+            _active.reset(token)
+            # They refer to modules and to the transaction itself, and would keep both until the garbage is collected.
+            current.steps_done()
 
 
 def active_transaction() -> Transaction | None:
+    """The transaction that installers write to, if one is under way."""
     return _active.get()
 
 
@@ -264,7 +171,9 @@ def patch(obj: Any, name: str, value: Any) -> None:
     """What a custom installer writes through: sets an attribute of any object, or an item of a mapping.
 
     The change is in the journal: it is rolled back when the installer raises and undone by :func:`unkernelize`. A
-    patch of something process-wide lasts until the last model that asked for it is undone or gone.
+    patch of something process-wide lasts until the last model that asked for it is undone or gone; a deep copy of the
+    model asks for it too, where any of its modules was re-classed. What is patched on a module itself is copied with
+    it as any attribute is, and not undone on the copy: re-class modules (``default_installer``) where copies matter.
 
     Raises:
         RuntimeError: called outside an installer, or the attribute carries another kernel of a living model.
@@ -294,37 +203,56 @@ def unkernelize(model: nn.Module) -> Undone:
     """Brings back exactly what was there before the first :func:`~twinkle.kernel.kernelize` of this model.
 
     A second call does nothing. What somebody else put on top since is left, with a reason in the result and a WARNING.
-    A process-wide function returns when the last model that claimed it is undone.
+    A process-wide function returns when the last model that claimed it is undone. A model under ``torch.compile``
+    compiles anew at its next call; a program that was exported keeps the kernels it was exported with.
 
     Args:
         model: the model, one that wraps it, a copy of it, or a part of it.
     """
-    journals = journals_of(model)
-    not_undone: list[Reason] = []
-    modules = 0
-    for name, module in model.named_modules():
-        if installed_on(type(module)) is None:
-            continue
-        reason = restore_class(module)
-        if reason is None:
-            modules += 1
-        else:
-            not_undone.append(Reason(reason.code, f"{name or 'the model'}: {reason.text}", reason.hint))
-    patches = 0
-    for journal in journals:
-        for owner in [m for m in journal.models if _is_same_model(m, model)]:
-            journal.models.discard(owner)
-            _journals.pop(owner, None)
-        if len(journal.models) == 0:
-            claimed = list(journal.patches)
-            journal.patches.clear()
-            left = _release(journal, claimed)
-            not_undone += left
-            patches += len(claimed) - len(left)
-            journal.rows.clear()
+    with lock:
+        journals = journals_of(model)
+        not_undone: list[Reason] = []
+        modules = {module: name for name, module in model.named_modules()}
+        patches = 0
+        for journal in journals:
+            for owner in [m for m in journal.models if _is_same_model(m, model)]:
+                forget_model(owner, journal)
+            if len(journal.models) == 0:
+                claimed = list(journal.patches)
+                journal.patches.clear()
+                unreturned = release(journal, claimed)
+                not_undone += unreturned
+                patches += sum(patch_.owner is not None for patch_ in claimed) - len(unreturned)
+                journal.rows.clear()
+        # Where an installer had put another child, the model has its own again now.
+        modules |= {module: name for name, module in model.named_modules()}
+        restored = 0
+        for module, name in modules.items():
+            is_ours = installed_on(type(module)) is not None
+            not_undone += _restore_module(name or "the model", module, journals)
+            restored += is_ours and installed_on(type(module)) is None
     for reason in not_undone:
         logger.warning("not undone: %s", reason)
-    return Undone(modules, patches, tuple(not_undone))
+    return Undone(restored, patches, tuple(not_undone))
+
+
+def _restore_module(name: str, module: nn.Module, journals: list[Journal]) -> list[Reason]:
+    """Gives one module its class back; says what somebody else has put there since."""
+    cls = type(module)
+    installed = installed_on(cls)
+    if installed is None:
+        known = [journal for journal in journals if module in journal.modules]
+        for journal in known:
+            journal.modules.discard(module)
+        return [Reason("changed-since", f"{name}: somebody else made it a {cls.__qualname__}")] if known else []
+    installed.journal.modules.discard(module)
+    reason = restore_class(module)
+    if reason is not None:
+        return [Reason(reason.code, f"{name}: {reason.text}", reason.hint)]
+    if "forward" in installed.methods and own_forward(module) is not None:
+        text = f"{name}: somebody else gave it a forward of its own, which may still hold the kernel"
+        return [Reason("changed-since", text, "take that off")]
+    return []
 
 
 def _is_same_model(owner: nn.Module, model: nn.Module) -> bool:
@@ -335,20 +263,12 @@ def _is_same_model(owner: nn.Module, model: nn.Module) -> bool:
     return any(module is model for module in owner.modules()) and all(id(p) in inside for p in owner.parameters())
 
 
-def enter_model(model: nn.Module) -> Journal:
-    """The journal that a ``kernelize`` call on this model writes to."""
-    journals = journals_of(model)
-    return journals[0] if journals else Journal()
-
-
-def register_model(model: nn.Module, journal: Journal) -> None:
-    _journals[model] = journal
-    journal.models.add(model)
-
-
 @contextlib.contextmanager
 def kernelized(model: nn.Module, mapping: Any = None, **options: Any) -> Iterator[nn.Module]:
-    """``with kernelized(model): …``: :func:`~twinkle.kernel.kernelize` on entry, :func:`unkernelize` on exit."""
+    """``with kernelized(model): …``: :func:`~twinkle.kernel.kernelize` on entry, :func:`unkernelize` on exit.
+
+    The exit also takes off what earlier calls had installed on the model.
+    """
     from twinkle.kernel.core import kernelize
 
     kernelize(model, mapping, **options)

@@ -16,20 +16,22 @@ import torch
 from torch import nn
 
 from twinkle.kernel import registry
+from twinkle.kernel.journal import process_originals
 from twinkle.kernel.probe import random_tensor, variant_of
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
     from twinkle.kernel.install import Kernel
     from twinkle.kernel.ops.derived import Example
-    from twinkle.kernel.targets import ModelIndex, Site
+    from twinkle.kernel.targets import Site
 
 
 def allowed_error_used(kernel: torch.Tensor, original: torch.Tensor, reference: torch.Tensor) -> float:
     """How much of the allowed error a kernel's result has used up: at most 1 is within the judgement.
 
     Args:
-        kernel, original: results in the dtype that is judged, same shape.
+        kernel, original: results in the dtype that is judged, same shape. Those that are no floating-point numbers
+            must be equal.
         reference: the same computed in fp64.
 
     Returns:
@@ -38,13 +40,15 @@ def allowed_error_used(kernel: torch.Tensor, original: torch.Tensor, reference: 
     """
     if kernel.shape != original.shape or kernel.dtype != original.dtype:
         return float("inf")
-    if kernel.numel() == 0:
-        return 0.0
+    if not original.is_floating_point():
+        return 0.0 if torch.equal(kernel, original) else float("inf")
     ulp = torch.finfo(original.dtype).eps
     k, o, r = (t.detach().to("cpu", torch.float64).flatten() for t in (kernel, original, reference))
-    finite = torch.isfinite(o) & torch.isfinite(r)
-    if not torch.equal(torch.isfinite(k), torch.isfinite(o)):
+    finite = torch.isfinite(o)
+    same_gaps = torch.allclose(k[~finite], o[~finite], equal_nan=True)  # inf where it has inf, NaN where it has NaN
+    if not same_gaps or not torch.isfinite(k[finite]).all():
         return float("inf")
+    finite &= torch.isfinite(r)
     k, o, r = k[finite], o[finite], r[finite]
     if k.numel() == 0:
         return 0.0
@@ -63,19 +67,24 @@ class Run:
     results: dict[str, torch.Tensor]
 
 
-def run_call(function: Callable[..., Any], example: Example, dtype: torch.dtype, device: torch.device) -> Run:
+def run_call(
+    function: Callable[..., Any], example: Example, dtype: torch.dtype, device: torch.device, backward: bool = True
+) -> Run:
     """Calls an implementation on an example and differentiates the result.
 
     Args:
         function: takes the example's module first when there is one.
-        dtype: of inputs and weights; values are rounded to the example's ``round_to`` first by the caller.
+        dtype: of inputs and weights; the caller has rounded the values to the dtype that is judged.
         device: where to run.
+        backward: without it, nothing requires a gradient.
     """
-    module, parameters = _materialise(example, dtype, device)
-    args = [_as_input(a, dtype, device) for a in example.args]
-    kwargs = {k: _as_input(v, dtype, device) for k, v in example.kwargs.items()}
+    module, parameters = _materialise(example, dtype, device, backward)
+    args = [_as_input(a, dtype, device, backward and i not in example.fixed) for i, a in enumerate(example.args)]
+    kwargs = {k: _as_input(v, dtype, device, backward) for k, v in example.kwargs.items()}
     call_args = args if module is None else [module, *args]
-    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+    # There is no autocast for meta.
+    autocast = torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False)
+    with torch.set_grad_enabled(backward), autocast:
         outputs = function(*call_args, **kwargs)
     flat = [outputs] if isinstance(outputs, torch.Tensor) else [o for o in outputs if isinstance(o, torch.Tensor)]
     results = {f"output {i}": o for i, o in enumerate(flat)}
@@ -91,7 +100,7 @@ def run_call(function: Callable[..., Any], example: Example, dtype: torch.dtype,
 
 
 def _materialise(
-    example: Example, dtype: torch.dtype, device: torch.device
+    example: Example, dtype: torch.dtype, device: torch.device, differentiable: bool
 ) -> tuple[Any, dict[str, nn.Parameter]]:
     if example.module is None:
         return None, {}
@@ -99,16 +108,16 @@ def _materialise(
     parameters = dict(module.named_parameters())
     for parameter in parameters.values():
         parameter.data = parameter.data.to(dtype)
-        parameter.requires_grad_(True)
+        parameter.requires_grad_(differentiable)
     return module, parameters
 
 
-def _as_input(value: Any, dtype: torch.dtype, device: torch.device) -> Any:
+def _as_input(value: Any, dtype: torch.dtype, device: torch.device, differentiable: bool = True) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if not value.is_floating_point():
         return value.to(device)
-    return value.to(device, dtype).detach().clone().requires_grad_(True)
+    return value.to(device, dtype).detach().clone().requires_grad_(differentiable)
 
 
 def _differentiable(value: Any) -> bool:
@@ -131,26 +140,64 @@ def _rounded(example: Example, dtype: torch.dtype) -> Example:
     return twin
 
 
-def check_site(site: Site, kernel: Kernel, op: str | None, index: ModelIndex) -> Reason | None:
+class _OutOfDomain(Exception):
+    """The kernel leaves this very call to the original."""
+
+
+def _within_domain(kernel: Kernel) -> Callable[..., Any]:
+    """The kernel as it is called when installed, but raising where the original would serve the call."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs = {kernel.renamed.get(name, name): value for name, value in kwargs.items()}
+        if kernel.base is not None:
+            args[0].__class__ = kernel.base  # the small module is ours, and code with super() needs its own class
+        reason = kernel.accepts_call(*args, **kwargs) if kernel.accepts_call else None
+        if reason is not None:
+            raise _OutOfDomain(reason)
+        return kernel.function(*args, **kwargs)
+
+    return call
+
+
+def _unverified(why: str) -> Reason:
+    return Reason("unverified", f"not verified: {why}")
+
+
+def check_site(site: Site, kernel: Kernel, op: str | None) -> Reason | None:
     """Compares a kernel with the original at a site, forward and backward, on small inputs of the site's dtype.
 
     Returns:
-        None when it is within the judgement (or nothing knows inputs for the site, or it is on meta), else the reason.
+        None when it is within the judgement, a Reason with code ``unverified`` when it can't be judged, else the Reason
+        why it is off.
     """
     if site.device.type == "meta":
-        return None
+        return _unverified("on the meta device there are no values")
     known = _example(site, op)
-    if known is None:
-        return None
+    if isinstance(known, Reason):
+        return known
     reference, variant, example = known
     dtype = site.dtype or torch.float32
-    example = _rounded(example, dtype)
-    exact = reference.build(variant, torch.float64)
-    exact = exact.forward if isinstance(exact, type) else exact
+    cpu = torch.device("cpu")
     try:
-        judge = run_call(exact, example, torch.float64, torch.device("cpu"))
+        example = _rounded(example, dtype)
+        exact = reference.build(variant, torch.float64)
+        exact = exact.forward if isinstance(exact, type) else exact  # type: ignore[attr-defined]
+        judge = run_call(exact, example, torch.float64, cpu)
         original = run_call(site.original, example, dtype, site.device)
-        ours = run_call(kernel.function, example, dtype, site.device)
+    except Exception as error:
+        return _unverified(str(Reason.of_error(error, "unverified", "running the original on a small input")))
+    call = _within_domain(kernel)
+    try:
+        ours = run_call(call, example, dtype, site.device)
+    except _OutOfDomain:
+        # Perhaps it has no backward.
+        try:
+            ours = run_call(call, example, dtype, site.device, backward=False)
+        except _OutOfDomain as domain:
+            return _unverified(f"it leaves small inputs to the original: {domain}")
+        except Exception as error:
+            return Reason.of_error(error, "verify", "verifying it on a small input")
+        original = Run({name: value for name, value in original.results.items() if name.startswith("output")})
     except Exception as error:
         return Reason.of_error(error, "verify", "verifying it on a small input")
     return _judged(ours, original, judge)
@@ -160,57 +207,57 @@ def _judged(ours: Run, original: Run, judge: Run) -> Reason | None:
     missing = original.results.keys() - ours.results.keys()
     if missing:
         return Reason("verify", f"it gives no {', '.join(sorted(missing))}")
-    for name, expected in original.results.items():
-        used = allowed_error_used(ours.results[name], expected, judge.results[name])
+    judged = [name for name in original.results if name in judge.results]
+    for name in judged:
+        used = allowed_error_used(ours.results[name], original.results[name], judge.results[name])
         if used > 1:
             return Reason("verify", f"{name} is off: {used:.3g} times the allowed error")
-    return None
+    return None if judged else _unverified("the op's reference gives none of its results")
 
 
-def _example(site: Site, op: str | None) -> tuple[Any, Any, Example] | None:
-    """An op's reference, the site's variant in its terms, and inputs; without an op, any op that recognises the site."""
-    if op is not None:
-        reference = registry.get_op(op).load_reference()
-        if reference is None or site.variant is None:
-            return None
-        return reference, site.variant, reference.example(site, site.variant)
-    for definition in registry.ops().values():
-        reference = definition.load_reference()
-        if reference is None or (site.module is None) != definition.name.endswith("rotary"):
+def _example(site: Site, op: str | None) -> tuple[Any, Any, Example] | Reason:
+    """A reference, the site's variant in its terms, and inputs: the op's, or without one of any that knows the site."""
+    for name in registry.ops() if op is None else (op,):
+        reference = registry.reference_of(name)
+        if reference is None or isinstance(reference, Reason):
             continue
-        variant = variant_of(reference, site, {})
-        if not isinstance(variant, Reason):
+        variant = variant_of(reference, site, {}) if op is None else site.variant
+        if variant is None or isinstance(variant, Reason):
+            continue
+        try:
             return reference, variant, reference.example(site, variant)
-    return None
+        except Exception as error:
+            return _unverified(str(Reason.of_error(error, "unverified", f"making small inputs for op {name}")))
+    return _unverified("nothing knows small inputs for it")
 
 
-def fits_in_place(site: Site, kernel: Kernel, index: ModelIndex) -> Reason | None:
+def fits_in_place(site: Site, kernel: Kernel) -> Reason | None:
     """Whether what the mapping names itself returns what the original returns: same shapes and dtypes.
 
-    Checked on a small input, so that a layer with another contract is refused before it breaks the model. The values may
-    differ: that may be the point of the replacement.
+    Checked on a small input, forward only, so that a layer with another contract is refused before it breaks the model.
+    The values may differ: that may be the point of the replacement. What can't be run on the meta device passes there.
     """
-    if site.device.type == "meta":
-        return None
     known = _example(site, None)
-    if known is None:
+    if isinstance(known, Reason):
         return None
     dtype = site.dtype or torch.float32
     try:
-        original = run_call(site.original, known[2], dtype, site.device)
+        original = run_call(site.original, known[2], dtype, site.device, backward=False)
     except Exception:  # the example isn't one for this site after all
         return None
     try:
-        ours = run_call(kernel.function, known[2], dtype, site.device)
+        ours = run_call(_within_domain(kernel), known[2], dtype, site.device, backward=False)
+    except _OutOfDomain:
+        return None
     except Exception as error:
-        return Reason.of_error(error, "unfit", "running it on a small input")
+        on_meta = site.device.type == "meta"
+        return None if on_meta else Reason.of_error(error, "unfit", "running it on a small input")
     for name, expected in original.results.items():
-        if not name.startswith("output"):
-            continue
         result = ours.results.get(name)
         if result is None or result.shape != expected.shape or result.dtype != expected.dtype:
             got = "nothing" if result is None else f"{tuple(result.shape)} {result.dtype}"
-            return Reason("unfit", f"it returns {got} where the original returns {tuple(expected.shape)} {expected.dtype}")
+            want = f"{tuple(expected.shape)} {expected.dtype}"
+            return Reason("unfit", f"on a small input it returns {got} where the original returns {want}")
     return None
 
 
@@ -246,13 +293,13 @@ def compare_models(
     exact = copy.deepcopy(original).double()
     config = getattr(exact, "config", None)
     if hasattr(config, "_experts_implementation"):  # grouped matmul has no fp64
-        exact.set_experts_implementation("eager")
+        exact.set_experts_implementation("eager")  # type: ignore[operator]
     double = {k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
-    runs = [
-        _train_step(model, given, loss, outputs)
-        for model, given in ((kernelized, inputs), (original, inputs), (exact, double))
-    ]
-    ours, theirs, judge = runs
+    ours = _train_step(kernelized, inputs, loss, outputs)
+    # A replaced function serves every model of the process; the original must be judged without it.
+    with process_originals():
+        theirs = _train_step(original, inputs, loss, outputs)
+        judge = _train_step(exact, double, loss, outputs)
     return [
         Comparison(name, allowed_error_used(ours[name], theirs[name], judge[name]) if name in ours else float("inf"))
         for name in theirs

@@ -6,6 +6,7 @@ An op's reference module tells what a place in a model computes, so that a kerne
 - ``build(variant) -> implementation``: the maths itself as a layer class or function; ``compute_dtype=torch.float64``
   gives the judge's version of it.
 - ``example(site, variant) -> Example``: small inputs to compare two implementations on.
+- ``REPLACES``: ``"function"`` when the op takes the place of functions; without it, it takes that of methods.
 
 Importing this package registers the ops and imports neither torch nor any backend.
 """

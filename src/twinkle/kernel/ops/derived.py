@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from twinkle.kernel.registry import KernelImpl, OpDefinition, register_backend_for_every_op
 from twinkle.reasons import Reason
@@ -22,11 +22,13 @@ class Example:
     Attributes:
         module: a stand-in to call a method on; None for a function.
         args, kwargs: fp32 CPU tensors and plain values; whoever runs them casts and moves them.
+        fixed: positions in ``args`` of tensors that nobody differentiates, e.g. tables of cosines.
     """
 
     module: nn.Module | None
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
+    fixed: tuple[int, ...] = ()
 
 
 def layer(
@@ -69,10 +71,10 @@ def inductor_impl(op: OpDefinition) -> KernelImpl:
     def load(target: Any, site: Any) -> Any:
         import torch
 
-        reference = op.load_reference().build(site.variant)
+        reference: Any = op.load_reference().build(site.variant)
         if not isinstance(reference, type):
             return torch.compile(reference)
-        compiled = torch.compile(reference.forward)
+        compiled = torch.compile(cast("type[nn.Module]", reference).forward)
         # A compiled callable is no function, so it wouldn't bind as a method.
         return layer(f"Inductor{reference.__name__}", lambda self, *args, **kwargs: compiled(self, *args, **kwargs))
 
@@ -85,7 +87,8 @@ def _no_compiler() -> Reason | None:
     candidates = [name for name in config.cpp.cxx if name] if isinstance(config.cpp.cxx, tuple) else [config.cpp.cxx]
     if any(shutil.which(name) for name in candidates):
         return None
-    return Reason("no-compiler", f"no C++ compiler found (looked for {', '.join(candidates)})", "install g++ or set CXX")
+    looked_for = ", ".join(candidates)
+    return Reason("no-compiler", f"no C++ compiler found (looked for {looked_for})", "install g++ or set CXX")
 
 
 register_backend_for_every_op("inductor", inductor_impl)

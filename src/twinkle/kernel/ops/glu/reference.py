@@ -69,7 +69,7 @@ def gate_up_of(variant: GluVariant) -> GateUp:
 def glu_layer(
     name: str, variant: GluVariant, product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], **options: Any
 ) -> type[nn.Module]:
-    """The layer class of a gated MLP from a function of ``(gate, up)``, both ``[..., I]``; ``options`` as in ``layer``."""
+    """The layer class of a gated MLP from a function of ``(gate, up)``, both ``[..., I]``; ``options`` as ``layer``."""
     gate_up, down = gate_up_of(variant), variant.projections[-1]
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -103,7 +103,8 @@ class GluReference:
         if found is None:
             return Reason("not-this-op", f"{site.owner.__qualname__} computes more than down(activation(gate) * up)")
         if found not in self.activations:
-            return Reason("activation", f"the activation is {found}, {self.op} computes {' or '.join(self.activations)}")
+            ours = " or ".join(self.activations)
+            return Reason("activation", f"the activation is {found}, {self.op} computes {ours}")
         return GluVariant(found, names)
 
     def build(self, variant: GluVariant, compute_dtype: torch.dtype | None = None) -> type[nn.Module]:
@@ -118,7 +119,7 @@ class GluReference:
         return glu_layer("ReferenceGLU", variant, product)
 
     def example(self, site: Site, variant: GluVariant) -> Example:
-        """The instance with narrow inputs: hidden size 32, the intermediate size as it is (96 where it can't be read)."""
+        """Narrow inputs: hidden size 32, the intermediate size as it is (96 where it can't be read)."""
         assert site.module is not None
         width = getattr(site.module._modules[variant.projections[0]], "out_features", None)
         if not isinstance(width, int):

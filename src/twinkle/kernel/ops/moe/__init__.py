@@ -12,7 +12,7 @@ register_op(
     implementations={
         "liger": KernelImpl(
             lazy_import(f"{_HERE}.liger:load"),
-            lazy_import("twinkle.kernel.ops.liger_support:available"),
+            lazy_import(f"{_HERE}.liger:available"),
             lazy_import(f"{_HERE}.liger:accepts"),
         ),
     },

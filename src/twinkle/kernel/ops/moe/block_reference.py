@@ -1,6 +1,6 @@
 """A mixture-of-experts block: the router chooses, the experts compute, a shared expert may be added.
 
-``experts(x, chosen, weights) [+ sigmoid(shared_expert_gate(x)) * shared_expert(x)]``. The children are called as modules.
+``experts(x, chosen, weights) [+ sigmoid(shared_expert_gate(x)) * shared_expert(x)]``. The children are only called.
 """
 
 from __future__ import annotations

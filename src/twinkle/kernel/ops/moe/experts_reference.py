@@ -15,13 +15,14 @@ from torch import nn
 
 from twinkle.kernel.ops.derived import Example, layer
 from twinkle.kernel.ops.glu.reference import ACTIVATIONS
-from twinkle.kernel.probe import agree, probed, random_tensor, stand_in
+from twinkle.kernel.probe import agree, probed, random_tensor, shape_of, stand_in
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
     from twinkle.kernel.targets import Site
 
-EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, TOP_K = 4, 8, 6, 16, 2
+# Rows are multiples of 16 bytes in every dtype, as grouped matrix products ask for; no two sizes are equal.
+EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, TOP_K = 4, 8, 24, 16, 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,7 @@ def small_experts(module: nn.Module) -> Any:
     """A stand-in with four small experts."""
     sizes = {"num_experts": EXPERTS, "hidden_dim": HIDDEN, "intermediate_dim": INTERMEDIATE}
     sizes |= {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "moe_intermediate_size": INTERMEDIATE}
-    weights = {
+    weights: dict[str, Any] = {
         "gate_up_proj": nn.Parameter(random_tensor(EXPERTS, 2 * INTERMEDIATE, HIDDEN, seed=70), requires_grad=False),
         "down_proj": nn.Parameter(random_tensor(EXPERTS, HIDDEN, INTERMEDIATE, seed=71), requires_grad=False),
     }
@@ -88,7 +89,7 @@ def small_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def probe(site: Site) -> MoeExpertsVariant | Reason:
     """Runs the class's own forward on four small experts and compares it with each activation."""
     assert site.module is not None
-    shapes = {name: p.dim() for name, p in site.module._parameters.items() if p is not None}
+    shapes = {name: len(shape_of(p)) for name, p in site.module._parameters.items() if p is not None}
     if shapes != {"gate_up_proj": 3, "down_proj": 3}:
         return Reason("not-this-op", f"{site.owner.__qualname__} has parameters {shapes}, not two stacks of weights")
     twin, inputs = small_experts(site.module), small_inputs()

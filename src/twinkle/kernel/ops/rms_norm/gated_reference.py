@@ -1,6 +1,6 @@
 """The gated RMSNorm of gated delta-net layers (Qwen3-Next, Qwen3.5): normalise, scale, then gate in fp32.
 
-``cast((w * cast(h)) * silu(gate))`` with ``h = x * rsqrt(mean(x^2) + eps)`` in fp32 and the weight as it is (no ``1 + w``).
+``cast((w * cast(h)) * silu(gate))`` with ``h = x * rsqrt(mean(x^2) + eps)`` in fp32; the weight has no ``1 +``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch import nn
 
 from twinkle.kernel.ops.derived import Example, layer
 from twinkle.kernel.ops.rms_norm.reference import eps_name, probe_input, rms_norm, weight_name, width_of
-from twinkle.kernel.probe import agree, cast as cast_stand_in, probed, random_tensor, stand_in
+from twinkle.kernel.probe import agree, probed, random_tensor, stand_in
+from twinkle.kernel.probe import cast as cast_stand_in
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:

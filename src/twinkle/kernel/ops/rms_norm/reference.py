@@ -1,6 +1,6 @@
 """RMSNorm (Zhang & Sennrich, 2019, arXiv:1910.07467) and how to recognise it.
 
-With ``h = x * rsqrt(mean(x^2) + eps)`` in fp32 models compute one of four things, told apart by ``offset`` and ``cast``:
+With ``h = x * rsqrt(mean(x^2) + eps)`` in fp32, models compute one of four things, by ``offset`` and ``cast``:
 
 ======== ====== ============================================ ===========================================
 cast     offset result                                       seen in
@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from twinkle.kernel.ops.derived import Example, layer
-from twinkle.kernel.probe import WIDTH, agree, cast as cast_stand_in, probed, random_tensor, stand_in
+from twinkle.kernel.probe import WIDTH, agree, probed, random_tensor, shape_of, stand_in
+from twinkle.kernel.probe import cast as cast_stand_in
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
@@ -70,6 +71,11 @@ def rms_norm(
     Returns:
         ``[..., H]`` in ``x``'s dtype; in the promoted dtype for ``cast="before"`` with a wider weight.
     """
+    if weight is not None:
+        for size in x.shape[:-1]:
+            # Spread over one dimension after the other, the weight's gradient is summed over one after the other: where
+            # a compiler adds up one by one, in a fraction of the additions, and with as much less rounding.
+            weight = weight.unsqueeze(-2).expand(*weight.shape[:-1], size, weight.shape[-1])
     wide = x.to(compute_dtype)
     factor = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if cast == "factor":
@@ -90,7 +96,7 @@ def eps_name(module: nn.Module) -> str | None:
 
 def weight_name(module: nn.Module) -> str | None:
     """The only 1-D parameter's name, or None."""
-    names = [name for name, parameter in module._parameters.items() if parameter is not None and parameter.dim() == 1]
+    names = [name for name, p in module._parameters.items() if p is not None and len(shape_of(p)) == 1]
     return names[0] if len(names) == 1 else None
 
 
@@ -159,5 +165,6 @@ def example(site: Site, variant: RMSNormVariant) -> Example:
 
 
 def width_of(module: nn.Module, weight: str | None) -> int:
-    """The weight's length; 64 without one, or where ZeRO-3 keeps the weight elsewhere."""
-    return (module._parameters[weight].numel() if weight else 0) or 64
+    """The weight's length; 64 without one, or where it can't be seen."""
+    parameter = module._parameters[weight] if weight else None
+    return (0 if parameter is None else shape_of(parameter).numel()) or 64

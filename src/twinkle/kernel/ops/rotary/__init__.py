@@ -5,16 +5,21 @@ from __future__ import annotations
 from twinkle.kernel.registry import KernelImpl, lazy_import, register_op
 
 _HERE = "twinkle.kernel.ops.rotary"
-_LIGER = lazy_import("twinkle.kernel.ops.liger_support:available")
+_LIGER = lazy_import(f"{_HERE}.liger:available")
 
 register_op(
     "rotary",
     reference=f"{_HERE}.reference",
     implementations={
+        "triton": KernelImpl(
+            lazy_import(f"{_HERE}.triton:load"),
+            lazy_import("twinkle.kernel.ops.triton_support:available"),
+            lazy_import(f"{_HERE}.triton:accepts"),
+        ),
         "liger": KernelImpl(lazy_import(f"{_HERE}.liger:load"), _LIGER, lazy_import(f"{_HERE}.liger:accepts")),
         "torch": KernelImpl(
             lazy_import(f"{_HERE}.torch:load"),
-            lazy_import(f"{_HERE}.torch:available"),
+            lazy_import("twinkle.kernel.ops.torch_support:available"),
             lazy_import(f"{_HERE}.torch:accepts"),
         ),
     },

@@ -20,6 +20,7 @@ from twinkle.reasons import Reason
 if TYPE_CHECKING:
     from twinkle.kernel.targets import Site
 
+REPLACES = "function"
 PARAMETERS = ("q", "k", "cos", "sin", "mrope_section", "unsqueeze_dim")
 
 
@@ -31,7 +32,7 @@ class MultimodalRotaryVariant:
 
 
 def recombine(table: torch.Tensor, sections: Sequence[int]) -> torch.Tensor:
-    """One table from three: ``[3, B, S, D]`` -> ``[B, S, D]``, chunk i of the doubled ``sections`` from table ``i % 3``."""
+    """One table ``[B, S, D]`` from three ``[3, B, S, D]``: chunk i of the doubled ``sections`` from table ``i % 3``."""
     chunks = table.split(list(sections) * 2, dim=-1)
     return torch.cat([chunk[i % 3] for i, chunk in enumerate(chunks)], dim=-1)
 
@@ -65,4 +66,4 @@ def example(site: Site, variant: MultimodalRotaryVariant) -> Example:
     """Heads of 16 channels, sections (2, 3, 3)."""
     q, k = random_tensor(2, 4, 5, 16, seed=1), random_tensor(2, 2, 5, 16, seed=2)
     cos, sin = random_tensor(3, 2, 5, 16, seed=3), random_tensor(3, 2, 5, 16, seed=4)
-    return Example(None, (q, k, cos, sin, [2, 3, 3]))
+    return Example(None, (q, k, cos, sin, [2, 3, 3]), fixed=(2, 3))

@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al., 2021, arXiv:2104.09864) and how to recognise its dialects.
 
-A pair of channels ``(a, b)`` becomes ``(a cos - b sin, b cos + a sin)``. Models differ in which channels make a pair, in
-how the table of cosines is laid out, in what part of the head rotates, and in where they round.
+A pair of channels ``(a, b)`` becomes ``(a cos - b sin, b cos + a sin)``. Models differ in which channels make a pair,
+in how the table of cosines is laid out, in what part of the head rotates, and in where they round.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
     from twinkle.kernel.targets import Site
+
+REPLACES = "function"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,7 +220,9 @@ def _matches(site: Site, variant: RotaryVariant, width: int) -> bool:
 def _inputs(
     variant: RotaryVariant, head: int, width: int, dtype: torch.dtype, table_dtype: torch.dtype, heads: int = 2
 ) -> tuple[torch.Tensor, ...]:
-    """The positional arguments of a call: ``[B, H, S, D]`` tensors and ``[B, S, width]`` tables (no B without unsqueeze)."""
+    """A call's positional arguments: ``[B, H, S, D]`` and tables ``[B, S, width]``; without B where none unsqueezes."""
+    shape: tuple[int, ...]
+    table_shape: tuple[int, ...]
     table = width // 2 if variant.dialect.table == "half_width" else width
     if "unsqueeze_dim" in variant.parameters:
         shape, table_shape = (2, heads, 5, head), (2, 5, table)
@@ -247,4 +251,4 @@ def example(site: Site, variant: RotaryVariant) -> Example:
     if variant.dialect.table != "half_width":
         interleaved = variant.dialect.pairing == "interleaved" and variant.dialect.output == "paired"
         angles = _repeat(angles) if interleaved and variant.dialect.table == "full" else _double(angles)
-    return Example(None, (*tensors, angles.cos(), angles.sin()))
+    return Example(None, (*tensors, angles.cos(), angles.sin()), fixed=(variant.tensors, variant.tensors + 1))

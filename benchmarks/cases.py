@@ -1,0 +1,192 @@
+"""What ``benchmarks.ops`` calls: classes and functions of transformers with inputs, and the shapes to try.
+
+Inputs are laid out as in a model: queries and keys are ``[batch, positions, heads, channels]`` in memory. Projections
+of an MLP are stubs that return a given tensor, so only the activation and the product are timed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+Shape = tuple[int, ...]
+
+@dataclass
+class Subject:
+    """A live module or function of transformers with inputs.
+
+    Attributes:
+        module: None for a function.
+        args: what it is called with.
+        leaves: the tensors that get gradients. Some of Liger's kernels write their gradients over them; times don't
+            depend on the values.
+        peers: further candidates, called with ``args``.
+    """
+
+    module: nn.Module | None
+    args: tuple[Any, ...]
+    leaves: list[torch.Tensor]
+    peers: dict[str, Callable[..., Any]]
+
+    @property
+    def call_args(self) -> tuple[Any, ...]:
+        """``args``, after the module where there is one."""
+        return self.args if self.module is None else (self.module, *self.args)
+
+
+Make = Callable[[Any, Shape, torch.dtype, torch.device], Subject]
+
+
+def _random(shape: Shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float32, device=device).to(dtype).requires_grad_()
+
+
+def norm(
+    cls: Any, shape: Shape, dtype: torch.dtype, device: torch.device, *, gated: bool = False, peer: bool = True
+) -> Subject:
+    """An RMSNorm of ``[rows, width]``, with a gate of the same shape where it takes one."""
+    module = cls(shape[-1], eps=1e-6).to(device, dtype)
+    with torch.no_grad():
+        module.weight.add_(torch.randn_like(module.weight), alpha=0.1)
+    inputs = tuple(_random(shape, dtype, device) for _ in range(2 if gated else 1))
+    width = (shape[-1],)
+    peers = {"F.rms_norm": lambda x: F.rms_norm(x, width, module.weight, 1e-6)} if peer and not gated else {}
+    return Subject(module, inputs, [*inputs, module.weight], peers)
+
+
+class Given(nn.Module):
+    """Stands for a projection: whatever comes in, the given tensor comes out; without one, what came in."""
+
+    def __init__(self, output: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.output is None else self.output
+
+
+def mlp(cls: Any, shape: Shape, dtype: torch.dtype, device: torch.device) -> Subject:
+    """The activation and product of a gated MLP on gate and up of ``[rows, width]`` each."""
+    family = importlib.import_module(cls.__module__.replace(".modeling_", ".configuration_"))
+    config = getattr(family, cls.__name__.removesuffix("MLP") + "Config")(hidden_size=64, intermediate_size=shape[-1])
+    module = cls(config)
+    if hasattr(module, "gate_up_proj"):
+        leaves = [_random((shape[0], 2 * shape[1]), dtype, device)]
+        module.gate_up_proj = Given(leaves[0])
+    else:
+        leaves = [_random(shape, dtype, device) for _ in range(2)]
+        module.gate_proj, module.up_proj = map(Given, leaves)
+    module.down_proj = Given()
+    return Subject(module, (torch.zeros(1, device=device, dtype=dtype),), leaves, {})
+
+
+def rotary(function: Any, shape: Shape, dtype: torch.dtype, device: torch.device, *, part: float = 1.0) -> Subject:
+    """Query and key of ``(batch, positions, query heads, key heads, channels)``; ``part`` of the channels rotate."""
+    batch, length, heads, key_heads, channels = shape
+    leaves = [_random((batch, length, n, channels), dtype, device) for n in (heads, key_heads)]
+    angles = torch.randn(1, length, int(channels * part) // 2, device=device).repeat(1, 1, 2)
+    q, k = (leaf.transpose(1, 2) for leaf in leaves)
+    return Subject(None, (q, k, angles.cos().to(dtype), angles.sin().to(dtype)), leaves, {})
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op in one variant.
+
+    Attributes:
+        op, variant: for the report.
+        target: below ``transformers.models``: the class, method or function that the op replaces.
+        make: gives its inputs.
+        every_shape: whether all shapes of the op are measured, or only the first.
+    """
+
+    op: str
+    variant: str
+    target: str
+    make: Make
+    every_shape: bool = False
+
+
+_gated = functools.partial(norm, gated=True)
+_offset = functools.partial(norm, peer=False)  # F.rms_norm knows no 1 + w
+_partial = functools.partial(rotary, part=0.5)
+
+CASES = (
+    Case("rms_norm", "llama", "qwen3.modeling_qwen3.Qwen3RMSNorm", norm, True),
+    Case("rms_norm", "gemma", "gemma.modeling_gemma.GemmaRMSNorm", _offset),
+    Case("rms_norm", "olmo2", "olmo2.modeling_olmo2.Olmo2RMSNorm", norm),
+    Case("gated_rms_norm", "next", "qwen3_next.modeling_qwen3_next.Qwen3NextRMSNormGated.forward", _gated, True),
+    Case("swiglu", "llama", "llama.modeling_llama.LlamaMLP.forward", mlp, True),
+    Case("swiglu", "phi3-fused", "phi3.modeling_phi3.Phi3MLP.forward", mlp),
+    Case("geglu", "gemma", "gemma.modeling_gemma.GemmaMLP.forward", mlp, True),
+    Case("rotary", "llama", "llama.modeling_llama.apply_rotary_pos_emb", rotary, True),
+    Case("rotary", "glm4-partial", "glm4.modeling_glm4.apply_rotary_pos_emb", _partial),
+)
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+Shapes = dict[str, tuple[Shape, ...]]
+SMALL: Shapes = {
+    "rms_norm": ((64, 128),),
+    "gated_rms_norm": ((64, 128),),
+    "swiglu": ((64, 128),),
+    "geglu": ((64, 128),),
+    "rotary": ((1, 16, 4, 2, 64),),
+}
+"""So small that the host's work is all there is."""
+
+SHAPES: dict[str, Shapes] = {
+    "cuda": {
+        "rms_norm": ((16384, 4096), (16384, 2048), (131072, 128)),
+        "gated_rms_norm": ((131072, 128),),
+        "swiglu": ((16384, 12288),),
+        "geglu": ((16384, 12288),),
+        "rotary": ((4, 4096, 32, 8, 128),),
+    },
+    "cpu": {
+        "rms_norm": ((2048, 1024), (2048, 3072), (32768, 128)),
+        "gated_rms_norm": ((32768, 128),),
+        "swiglu": ((2048, 3072),),
+        "geglu": ((2048, 3072),),
+        "rotary": ((1, 2048, 16, 8, 128), (1, 1024, 14, 2, 64)),
+    },
+}
+
+
+def selection(kind: str, op: str | None) -> list[tuple[Case, Shape, torch.dtype, bool]]:
+    """What to measure, the most wanted first.
+
+    Args:
+        kind: a key of :data:`SHAPES`.
+        op: only this one; None for all.
+
+    Returns:
+        ``(case, shape, dtype, whether it is small)``.
+    """
+    wanted = [case for case in CASES if op in (None, case.op)]
+    if kind == "quick":
+        return [(case, shape, dtype, True) for dtype in DTYPES for case in wanted for shape in SMALL[case.op]]
+    chosen = []
+    for dtype in DTYPES:
+        for case in wanted:
+            shapes = SHAPES[kind][case.op]
+            chosen += [(case, shape, dtype, False) for shape in (shapes if case.every_shape else shapes[:1])]
+    firsts = {case.op: case for case in reversed(wanted)}
+    return chosen + [(case, SMALL[case.op][0], DTYPES[0], True) for case in reversed(firsts.values())]
+
+
+def sizes(shape: Shape) -> str:
+    """``(64, 128)`` -> ``64x128``."""
+    return "x".join(map(str, shape))
+
+
+def name(dtype: torch.dtype) -> str:
+    """``torch.float32`` -> ``float32``."""
+    return str(dtype).removeprefix("torch.")

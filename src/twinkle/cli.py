@@ -1,0 +1,191 @@
+"""The command ``twinkle-kernel``: arguments and help; the work is in :mod:`twinkle.commands`, one module per command.
+
+Nothing heavy is imported before a command needs it: ``--help`` and ``--version`` load neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+import twinkle
+from twinkle.commands.console import CommandError
+
+app = typer.Typer(
+    name="twinkle-kernel",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+MODEL_HELP = "tiny:<preset>, a folder with config.json, a config.json file, or a Hub id."
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print pure JSON on stdout, and no progress bar.")]
+Dtype = Annotated[
+    str | None, typer.Option("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16.", show_default=False)
+]
+Backend = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--backend",
+        metavar="CHAIN",
+        help="Try these backends instead of every entry's own chain, best first: repeat the option or use commas.",
+        show_default=False,
+    ),
+]
+
+
+def _run(work: Callable[..., int], *arguments: Any, **options: Any) -> NoReturn:
+    """Runs a command's work and exits with what it returns; what the user can mend is one line and exit code 2."""
+    try:
+        code = work(*arguments, **options)
+    except CommandError as error:
+        print(f"twinkle-kernel: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    raise typer.Exit(code)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"twinkle-kernel {twinkle.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """The best kernels at hand for a PyTorch program: shown, proved and undone.
+
+    [bold]Examples[/]
+      twinkle-kernel info                what this machine has
+      twinkle-kernel plan tiny:qwen3     what would be replaced, why not more
+      twinkle-kernel verify tiny:qwen3   the same numbers, gradients included?
+      twinkle-kernel demo                a training with and without kernels
+
+    [bold]Exit codes[/]
+      0  fine
+      1  a check failed
+      2  wrong use; one line on stderr says what to do
+      3  nothing could be checked on this machine
+    """
+
+
+@app.command()
+def info(json: Json = False) -> None:
+    """Shows platforms, versions, every op and backend, and third-party plug-ins.
+
+    Each with the reason why it can't be used here, if it can't. The output is
+    what to paste into a bug report.
+
+    [bold]Examples[/]
+      twinkle-kernel info
+      twinkle-kernel info --json | jq .ops.rms_norm
+    """
+    from twinkle.commands.info import run
+
+    _run(run, as_json=json)
+
+
+@app.command()
+def plan(
+    model: Model,
+    device: Annotated[
+        str | None,
+        typer.Option("--device", help="Plan for this device; default: the accelerator of this machine, else cpu."),
+    ] = None,
+    dtype: Dtype = None,
+    backend: Backend = None,
+    all_rows: Annotated[bool, typer.Option("--all", help="Also list entries that name nothing of this model.")] = False,
+    json: Json = False,
+) -> None:
+    """Shows what kernelize() would do to a model, and what no entry covers.
+
+    Nothing is changed. The model is built on the meta device, without weights:
+    its size doesn't matter, and of a Hub id only the config is fetched.
+
+    [bold]Examples[/]
+      twinkle-kernel plan tiny:qwen3_moe
+      twinkle-kernel plan Qwen/Qwen3-8B --dtype bfloat16
+      twinkle-kernel plan ./my-checkpoint --device cuda --all
+      twinkle-kernel plan ./config.json --backend inductor --json
+    """
+    from twinkle.commands.plan import run
+
+    _run(run, model, device=device, dtype=dtype, backends=backend, all_rows=all_rows, as_json=json)
+
+
+@app.command()
+def verify(
+    model: Model,
+    device: Annotated[
+        str | None, typer.Option("--device", help="Run here; default: this machine's accelerator, else cpu.")
+    ] = None,
+    dtype: Dtype = None,
+    backend: Backend = None,
+    layers: Annotated[
+        int | None, typer.Option("--layers", min=1, help="Build only so many layers (of the text part).")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Compares a kernelized model with the original: outputs and all gradients.
+
+    Each entry alone, then all together. The weights are random, so nothing but
+    the config is needed. A tensor is off when its distance to the result in fp64
+    is more than twice the original's own distance plus one unit in the last
+    place; printed is the share of that which the worst tensor uses.
+
+    The exit code is 1 when something is off and 3 when no kernel was installed.
+
+    [bold]Examples[/]
+      twinkle-kernel verify tiny:llama
+      twinkle-kernel verify tiny:qwen3 --backend inductor   (any CPU; compiles)
+      twinkle-kernel verify Qwen/Qwen3-0.6B --layers 2 --dtype bfloat16
+    """
+    from twinkle.commands.verify import run
+
+    _run(run, model, device=device, dtype=dtype, backends=backend, layers=layers, as_json=json)
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option("--steps", min=2, help="Training steps of each run.")] = 40,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=1, help="Stop earlier when the steps of both runs have taken this long.")
+    ] = 40.0,
+    html: Annotated[Path, typer.Option("--html", metavar="FILE", help="Where the report is written.")] = Path(
+        "out/demo.html"
+    ),
+    device: Annotated[
+        str | None, typer.Option("--device", help="Train here; default: this machine's accelerator, else cpu.")
+    ] = None,
+    backend: Backend = None,
+) -> None:
+    """Trains a small Qwen3 with and without kernels, and compares.
+
+    Its tokens are bytes, its text is this project's own documents. Same seed,
+    same batches: the losses must agree within the numerical judgement, and after
+    the undo the model must be the original again, bit for bit. Speed and memory
+    are shown side by side; the report is one HTML file.
+
+    Where the default mapping installs nothing, as on many CPUs, a backend that
+    has to be asked for serves, and the report says so.
+
+    The exit code is 1 when a check fails.
+
+    [bold]Examples[/]
+      twinkle-kernel demo
+      twinkle-kernel demo --steps 200 --seconds 600 --html qwen3.html
+      twinkle-kernel demo --backend torch
+    """
+    from twinkle.commands.demo.command import run
+
+    _run(run, steps=steps, seconds=seconds, html=html, device=device, backends=backend)

@@ -1,0 +1,9 @@
+"""The work of the command ``twinkle-kernel``: one module per command (``demo`` is a package), and what they share.
+
+- ``console``: output, progress bars and errors for people.
+- ``options``: the values of ``--device``, ``--dtype`` and ``--backend``.
+- ``models``: from the argument MODEL to a model.
+- ``report_view``: a report as tables.
+
+Each command's ``run`` returns the exit code. Importing these modules imports neither torch nor transformers.
+"""

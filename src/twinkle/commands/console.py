@@ -1,0 +1,104 @@
+"""Output, progress bars and errors for people."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+
+
+class CommandError(Exception):
+    """What the user can mend: one line that names the thing and the remedy."""
+
+
+def first_line(error: BaseException) -> str:
+    """An exception's message on one line, at most 200 characters long."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(lines) or type(error).__name__
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def stdout() -> Console:
+    """The console of results. Text is printed as it is: names hold brackets, which mean nothing."""
+    from rich.console import Console
+
+    console = Console(markup=False, highlight=False, emoji=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 120  # rich would assume 80 in a pipe or a file, and fold the tables
+    return console
+
+
+def plain_table(*columns: str, right: tuple[str, ...] = ()) -> Table:
+    """A table with a line under its header and nothing else; the columns named in ``right`` hold numbers."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return table
+
+
+def print_json(data: Any) -> None:
+    """Plain JSON on stdout, and nothing else there. Not a number and infinity become null."""
+    print(json.dumps(_finite(data), indent=2, allow_nan=False))
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_finite(value) for value in data]
+    if isinstance(data, float) and (data != data or data in (float("inf"), float("-inf"))):
+        return None
+    return data
+
+
+@contextmanager
+def progress(quiet: bool = False) -> Iterator[Progress]:
+    """A progress bar on stderr that goes away when it is done; none when ``quiet`` or stderr is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
+        yield bar
+
+
+@contextmanager
+def quiet_logs() -> Iterator[None]:
+    """Keeps our own log lines back where the command's output says the same."""
+    logger = logging.getLogger("twinkle.kernel")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def size(number: float) -> str:
+    """Bytes: ``3_200_000`` -> ``3.2 MB``."""
+    return _three_digits(number, (" B", " kB", " MB", " GB", " TB"))
+
+
+def count(number: float) -> str:
+    """A number of parameters: ``3_200_000`` -> ``3.2M``, thousands of millions being ``B``."""
+    return _three_digits(number, ("", "k", "M", "B", "T"))
+
+
+def _three_digits(number: float, units: tuple[str, ...]) -> str:
+    for unit in units[:-1]:
+        if abs(number) < 999.5:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g}{units[-1]}"

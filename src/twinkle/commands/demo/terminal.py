@@ -1,0 +1,57 @@
+"""The demo's outcome on a terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from twinkle.commands.console import plain_table
+from twinkle.commands.demo.outcome import Outcome, downsampled
+from twinkle.commands.report_view import SERVED_COLUMNS, print_report, reasons_table, rows_table
+
+BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
+WIDTH = 40
+
+
+def sparkline(values: list[float], low: float, high: float, bars: str = BARS) -> str:
+    """One character a value, from the lowest to the highest bar."""
+    top = len(bars) - 1
+    scale = top / (high - low) if high > low else 0.0
+    return "".join(bars[max(0, min(top, round((value - low) * scale)))] for value in values)
+
+
+def show(console: Console, outcome: Outcome) -> None:
+    """Plan, curves, figures, checks and what they mean."""
+    console.print(outcome.setting())
+    console.print("\nWhat the default mapping does on this machine", style="bold")
+    print_report(console, outcome.plan)
+    console.print("\nWhat serves in this run", style="bold")
+    for sentence in outcome.how_served():
+        console.print(sentence)
+    rows = [row for row in outcome.report["rows"] if row["state"] not in ("unused", "missing")]
+    if outcome.installed:
+        console.print(rows_table(outcome.installed, SERVED_COLUMNS))
+        if outcome.backends and (table := reasons_table(rows)) is not None:
+            console.print(table)
+
+    console.print("\nLoss", style="bold")
+    runs = {"original": outcome.original, "kernelized": outcome.kernelized}
+    every = [loss for run in runs.values() for loss in run.losses]
+    bars = ASCII_BARS if console.options.ascii_only else BARS
+    for name, run in runs.items():
+        line = sparkline(downsampled(run.losses, WIDTH), min(every), max(every), bars)
+        console.print(f"{name:<12}{run.losses[0]:.4f} {line} {run.losses[-1]:.4f}")
+
+    console.print()
+    table = plain_table("", "original", "kernelized", right=("original", "kernelized"))
+    for figures in outcome.figures():
+        table.add_row(*figures)
+    console.print(table)
+    console.print(f"Memory is the {outcome.original.memory['kind']}", style="dim")
+    for sentence in outcome.speed():
+        console.print(sentence)
+
+    console.print("\nChecks", style="bold")
+    for check in outcome.checks():
+        word, style = ("ok    ", "green") if check.passed else ("FAILED", "bold red")
+        console.print(word, style=style, end=" ")
+        console.print(f"{check.name}: {check.detail}")

@@ -1,0 +1,152 @@
+"""``twinkle-kernel info``: what this machine has."""
+
+from __future__ import annotations
+
+import platform as host
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+import twinkle
+from twinkle.commands.console import plain_table, print_json, quiet_logs, stdout
+from twinkle.kernel import registry
+from twinkle.platforms import PLATFORMS
+from twinkle.reasons import Reason
+
+PACKAGES = ("torch", "transformers", "triton", "liger-kernel", "kernels", "torch_npu")
+
+
+def run(*, as_json: bool) -> int:
+    """Prints it; the exit code is 0."""
+    with quiet_logs():  # a broken plug-in is in the output
+        facts = gather()
+    if as_json:
+        print_json(facts)
+    else:
+        show(facts)
+    return 0
+
+
+def gather() -> dict[str, Any]:
+    """Everything, as plain data: versions, platforms, ops (op -> backend -> available, reason) and plug-ins."""
+    errors = _plugin_errors()
+    return {
+        "versions": _versions(),
+        "platforms": [
+            {
+                "name": platform.name,
+                "aliases": list(platform.aliases),
+                "device_type": platform.device_type,
+                "present": (missing := platform.missing()) is None,
+                "reason": None if missing is None else str(missing),
+            }
+            for platform in PLATFORMS.values()
+        ],
+        "ops": {op: dict(_backends(op)) for op in registry.ops()},
+        "plugins": [
+            {
+                "name": entry.name,
+                "value": entry.value,
+                "distribution": entry.dist.name if entry.dist else None,
+                "error": str(errors[entry.name]) if entry.name in errors else None,
+            }
+            for entry in _plugins()
+        ],
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    """Of what is installed, read from its metadata: nothing is imported, so a broken package is no obstacle."""
+    found: dict[str, str | None] = {"twinkle-kernel": twinkle.__version__, "python": host.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def _backends(op: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for backend in dict.fromkeys([*registry.KNOWN_BACKENDS, *registry.backends_of(op)]):
+        impl = registry.get_impl(op, backend)
+        registered = not isinstance(impl, Reason)
+        reason = registry.availability(impl) if not isinstance(impl, Reason) else impl
+        yield (
+            backend,
+            {
+                "registered": registered,
+                "available": reason is None,
+                "reason": None if reason is None else str(reason),
+            },
+        )
+
+
+def _plugins() -> list[metadata.EntryPoint]:
+    from twinkle.kernel.plugins import ENTRY_POINT_GROUP
+
+    return list(metadata.entry_points(group=ENTRY_POINT_GROUP))
+
+
+def _plugin_errors() -> dict[str, Reason]:
+    from twinkle.kernel.plugins import load_plugins
+
+    return load_plugins()
+
+
+def show(facts: dict[str, Any]) -> None:
+    """The facts as tables."""
+    console = stdout()
+    console.print(_name_and_values(facts["versions"]))
+    console.print()
+
+    table = plain_table("platform", "device", "here")
+    for platform in facts["platforms"]:
+        here = "yes" if platform["present"] else f"no: {platform['reason']}"
+        table.add_row(platform["name"], platform["device_type"], here)
+    console.print(table)
+    console.print()
+
+    backends = list(dict.fromkeys(name for op in facts["ops"].values() for name in op))
+    table = plain_table("op", *backends)
+    for op, found in facts["ops"].items():
+        table.add_row(op, *(_mark(found.get(backend)) for backend in backends))
+    console.print(table)
+    console.print("- not registered for this op", style="dim")
+    console.print()
+
+    why = _why_not(facts["ops"])
+    if why:
+        table = plain_table("not available", "because", "ops")
+        for (backend, reason), ops in why.items():
+            table.add_row(backend, reason, ", ".join(ops))
+        console.print(table)
+        console.print()
+
+    if not facts["plugins"]:
+        console.print("no third-party plug-ins (entry points of the group twinkle.kernel_ops)", style="dim")
+    for plugin in facts["plugins"]:
+        state = f"not loaded: {plugin['error']}" if plugin["error"] else "loaded"
+        console.print(f"plug-in {plugin['name']} of {plugin['distribution']} ({plugin['value']}): {state}")
+
+
+def _name_and_values(versions: dict[str, str | None]) -> Any:
+    table = plain_table("package", "version")
+    for name, version in versions.items():
+        table.add_row(name, version or "not installed")
+    return table
+
+
+def _mark(found: dict[str, Any] | None) -> str:
+    if found is None or not found["registered"]:
+        return "-"
+    return "yes" if found["available"] else "no"
+
+
+def _why_not(ops: dict[str, dict[str, dict[str, Any]]]) -> dict[tuple[str, str], list[str]]:
+    """(backend, reason) -> the ops it holds for, so that a missing package is said once."""
+    why: dict[tuple[str, str], list[str]] = {}
+    for op, backends in ops.items():
+        for backend, found in backends.items():
+            if found["registered"] and not found["available"]:
+                why.setdefault((backend, found["reason"]), []).append(op)
+    return why

@@ -1,0 +1,223 @@
+"""``twinkle-kernel verify``: a kernelized model against the original, each entry alone and all together."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from twinkle.commands.console import CommandError, first_line, plain_table, print_json, progress, quiet_logs, stdout
+from twinkle.commands.models import ModelSource, find_model
+from twinkle.commands.options import mapping_for, parse_chain, parse_device, parse_dtype
+from twinkle.commands.report_view import reasons_table
+from twinkle.kernel.report import short
+
+if TYPE_CHECKING:
+    import torch
+    from rich.progress import Progress
+    from torch import nn
+
+OK, OFF, NOT_CALLED, NOT_INSTALLED = "ok", "off", "not called", "not installed"
+ALL = "all together"
+
+
+@dataclass
+class Outcome:
+    """One comparison.
+
+    Attributes:
+        target: the entry's target, or :data:`ALL`.
+        verdict: ok; off (a tensor is outside the judgement, or the kernel raised); not called (the forward never
+            reached it, so nothing was proved); not installed.
+        backends: what serves.
+        sites: how many instances (or functions) it serves.
+        calls: how often it was called; compiled calls are not counted.
+        worst: the tensor that is nearest to its limit.
+        used: the share of the allowed error that it uses; infinite for a wrong shape, dtype or non-finite value.
+        reason: what it raised, or why calls were left to the original.
+        rows: the entry's rows of the report, with the reasons why candidates were not chosen.
+    """
+
+    target: str
+    verdict: str
+    backends: list[str]
+    sites: int = 0
+    calls: int = 0
+    worst: str | None = None
+    used: float | None = None
+    reason: str | None = None
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+
+def run(
+    model: str,
+    *,
+    device: str | None,
+    dtype: str | None,
+    backends: Sequence[str] | None,
+    layers: int | None,
+    as_json: bool,
+) -> int:
+    """Prints the verdicts; the exit code is 1 when something is off, 3 when nothing was verified, else 0.
+
+    Raises:
+        CommandError: there is no such model, device, dtype or backend, or the model is too large for this machine.
+    """
+    chain = parse_chain(backends)
+    chosen = parse_dtype(dtype or "float32")
+    source = find_model(model)
+    where, how = parse_device(device, present=True)
+    assert chosen is not None
+    with progress(as_json) as bar, quiet_logs():
+        task = bar.add_task(f"building {model}", total=None)
+        if source.preset is None:
+            check_memory(source, chosen, where, layers)
+        original = source.with_random_weights(chosen, where, layers)
+        outcomes = compare(original, mapping_for(chain), bar)
+        bar.remove_task(task)
+    code = exit_code(outcomes)
+    name = str(chosen).removeprefix("torch.")
+    if as_json:
+        facts = {"model": model, "device": where, "dtype": name, "ok": code == 0}
+        print_json(facts | {"entries": [asdict(outcome) for outcome in outcomes]})
+        return code
+    console = stdout()
+    console.print(f"{model}: {type(original).__name__} with random weights, {name} on {where} ({how})\n", style="bold")
+    console.print(outcomes_table(outcomes))
+    console.print("used: share of the allowed error that the worst tensor uses", style="dim")
+    for outcome in outcomes:
+        if outcome.reason:
+            console.print(f"{short(outcome.target)}: {outcome.reason}", style="red" if outcome.verdict == OFF else None)
+    table = reasons_table([row for outcome in outcomes for row in outcome.rows])
+    if table is not None:
+        console.print()
+        console.print(table)
+    console.print(f"\n{conclusion(outcomes, where)}")
+    return code
+
+
+def compare(original: nn.Module, mapping: Mapping[Any, Any], bar: Progress) -> list[Outcome]:
+    """One outcome for each entry that concerns the model, and one for all of them together."""
+    from twinkle.kernel.report import plan
+
+    rows = [row for row in plan(original, mapping).rows if row.state not in ("unused", "missing")]
+    entries = {row.target: {row.target: mapping[row.target]} for row in rows}
+    entries[ALL] = {target: mapping[target] for target in entries}
+    task = bar.add_task("comparing", total=len(entries))
+    outcomes = []
+    for target, entry in entries.items():
+        bar.update(task, description=f"comparing {short(target)}")
+        outcomes.append(compare_entry(original, target, entry))
+        bar.advance(task)
+    return outcomes
+
+
+def compare_entry(original: nn.Module, target: str, mapping: Mapping[Any, Any]) -> Outcome:
+    """Kernelizes a copy with some entries only and judges it against the original."""
+    import torch
+
+    from twinkle import presets
+    from twinkle.kernel import kernelize
+    from twinkle.kernel.report import report
+    from twinkle.kernel.undo import unkernelize
+    from twinkle.kernel.verify import compare_models
+
+    copied = copy.deepcopy(original)
+    batch = presets.inputs(original, device=next(original.parameters()).device)
+    torch.compiler.reset()  # what earlier entries compiled counts against the limit on variants of one function
+    try:
+        kernelize(copied, mapping)
+        rows = report(copied).rows
+        installed = [row for row in rows if row.state == "installed"]
+        outcome = Outcome(target, OK, list(dict.fromkeys(str(row.backend) for row in installed)))
+        if target != ALL:
+            outcome.rows = [row.to_dict() for row in rows]
+        if not installed:
+            outcome.verdict = NOT_INSTALLED
+            return outcome
+        outcome.sites = sum(row.instances or 0 for row in installed)
+        comparisons = compare_models(original, copied, batch, presets.loss)
+        worst = max(comparisons, key=lambda comparison: comparison.used)
+        outcome.worst, outcome.used = worst.name, worst.used
+        outcome.calls = sum(row.calls for row in installed)
+        if worst.used > 1:
+            outcome.verdict = OFF
+        elif not any(row.calls or row.counts.compiled for row in installed):
+            outcome.verdict = NOT_CALLED
+        fallbacks = {reason: count for row in installed for reason, count in row.fallbacks.items()}
+        if fallbacks:
+            outcome.reason = "; ".join(f"{count} calls by the original: {why}" for why, count in fallbacks.items())
+        return outcome
+    except Exception as error:  # a kernel that raises is off, not the end of the comparison
+        return Outcome(target, OFF, [], reason=f"{type(error).__name__}: {first_line(error)}")
+    finally:
+        unkernelize(copied)
+
+
+def check_memory(source: ModelSource, dtype: torch.dtype, device: str, layers: int | None) -> None:
+    """Refuses a model that this machine can't hold four times, once of them in fp64, with all gradients.
+
+    Raises:
+        CommandError: it needs more memory than is free.
+    """
+    parameters = sum(parameter.numel() for parameter in source.on_meta(dtype, layers).parameters())
+    needed = parameters * (3 * dtype.itemsize + 2 * dtype.itemsize + 2 * 8)  # two models with gradients, fp64 with its
+    free = _free_memory(device)
+    if free is not None and needed > free:
+        raise CommandError(
+            f"{source.argument} has {parameters / 1e9:.1f} billion parameters here: comparing needs about "
+            f"{needed / 1e9:.0f} GB, {free / 1e9:.0f} GB are free on {device}; build fewer layers with --layers"
+        )
+
+
+def _free_memory(device: str) -> int | None:
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # not on this system
+        return None
+
+
+def exit_code(outcomes: list[Outcome]) -> int:
+    """1: something is off; 3: no kernel was verified; 0: all that were installed are fine."""
+    verdicts = [outcome.verdict for outcome in outcomes]
+    return 1 if OFF in verdicts else 0 if OK in verdicts else 3
+
+
+def conclusion(outcomes: list[Outcome], device: str) -> str:
+    """The last line."""
+    counted = {
+        verdict: sum(o.verdict == verdict for o in outcomes if o.target != ALL)
+        for verdict in (OK, OFF, NOT_CALLED, NOT_INSTALLED)
+    }
+    if exit_code(outcomes) == 3:
+        remedy = "; --backend inductor verifies it with kernels for any device that has a compiler"
+        return f"Nothing was verified: no kernel of these chains could be installed and called on {device}{remedy}."
+    line = ", ".join(f"{count} {verdict}" for verdict, count in counted.items() if count)
+    return f"Entries: {line}. All together: {outcomes[-1].verdict}."
+
+
+def outcomes_table(outcomes: list[Outcome]) -> Any:
+    """One line per outcome."""
+    table = plain_table(
+        "entry", "backend", "sites", "calls", "worst tensor", "used", "verdict", right=("sites", "calls", "used")
+    )
+    styles = {OFF: "red", NOT_INSTALLED: "dim", NOT_CALLED: "yellow"}
+    for outcome in outcomes:
+        measured = outcome.used is not None
+        table.add_row(
+            short(outcome.target),
+            ", ".join(outcome.backends) or "-",
+            str(outcome.sites) if measured else "-",
+            str(outcome.calls) if measured else "-",
+            (outcome.worst or "-").removeprefix("gradient of ").removeprefix("model."),
+            f"{outcome.used:.0%}" if outcome.used is not None else "-",
+            outcome.verdict,
+            style=styles.get(outcome.verdict),
+        )
+    return table

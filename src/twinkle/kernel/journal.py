@@ -1,0 +1,248 @@
+"""What is installed, written down: one journal per model, and the replaced attributes of the process.
+
+A journal belongs to one model, whoever wraps it; a deep copy of the model gets its own. Replaced attributes may be
+process-wide, so several journals can claim one: the original returns with the last claim.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from twinkle.kernel.reclass import Method, installed_on
+from twinkle.reasons import Reason
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from twinkle.kernel.report import Row
+
+ABSENT = object()
+"""Stands for the value of an attribute that an object doesn't have."""
+
+lock = threading.RLock()
+"""Held while a model or the process is changed: two threads may kernelize two models that share a function."""
+
+
+class Journal:
+    """What one model carries. It dies with the model's last re-classed part.
+
+    Attributes:
+        classes: the generated classes, by what they are made of.
+        methods: the installed methods, by what they are made of, so that equal instances share a class.
+        rows: the report rows of what was planned and installed.
+        patches: the attribute patches that this journal claims.
+        modules: the modules whose class was replaced.
+        models: the models that ``kernelize`` was called with; several when a model was wrapped in between.
+    """
+
+    def __init__(self) -> None:
+        self.classes: dict[tuple[Any, ...], type] = {}
+        self.methods: dict[tuple[Any, ...], Method] = {}
+        self.rows: list[Row] = []
+        self.patches: list[Patch] = []
+        self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        # When the last model that claims a process-wide patch is gone, the original returns.
+        weakref.finalize(self, _release_orphans, self.patches).atexit = False
+
+    def for_copy(self, memo: dict[Any, Any]) -> Journal:
+        """The journal of what ``copy.deepcopy`` is making, going by its memo.
+
+        A copied model claims for itself what its original claims, so that either can be undone or die alone; they count
+        their calls together. A copied part (peft copies single layers) stays in the journal of its model.
+        """
+        owners = [model for model in self.models if id(model) in memo]
+        if not owners:
+            return self
+        key = ("twinkle.kernel", id(self))
+        if key not in memo:
+            twin = memo[key] = Journal()
+            twin.methods.update(self.methods)
+            twin.rows += self.rows
+            for patch in self.patches:
+                twin.claim(patch)
+        for model in owners:
+            register_model(memo[id(model)], memo[key])
+        return memo[key]
+
+    def claim(self, patch: Patch) -> None:
+        """Wants a patch to stay."""
+        patch.claims.add(self)
+        self.patches.append(patch)
+
+
+_journals: weakref.WeakKeyDictionary[nn.Module, Journal] = weakref.WeakKeyDictionary()
+
+
+def journals_of(model: nn.Module) -> list[Journal]:
+    """The journals of whatever is installed on a model or its parts."""
+    found: dict[int, Journal] = {}
+    for module in model.modules():
+        journal = _journals.get(module)
+        installed = installed_on(type(module))
+        for known in (journal, installed and installed.journal):
+            if known:
+                found[id(known)] = known
+    return list(found.values())
+
+
+def enter_model(model: nn.Module) -> Journal:
+    """The journal that a ``kernelize`` call on this model writes to."""
+    journals = journals_of(model)
+    return journals[0] if journals else Journal()
+
+
+def register_model(model: nn.Module, journal: Journal) -> None:
+    """Makes a model known as carrying a journal."""
+    _journals[model] = journal
+    journal.models.add(model)
+
+
+def forget_model(model: nn.Module, journal: Journal) -> None:
+    """Takes back :func:`register_model`."""
+    journal.models.discard(model)
+    _journals.pop(model, None)
+
+
+class PatchConflict(RuntimeError):
+    """An attribute already carries another kernel, for a model that is still alive."""
+
+
+@dataclass(eq=False)
+class Patch:
+    """One replaced attribute (or item of a mapping), and the journals that want it so.
+
+    Attributes:
+        holder: the object, or a weak reference to it where it is a module: a model must be able to die while patched.
+        key: where the patch is found: (id of the object, name).
+        value: what was put there.
+        original: what was there; ``ABSENT`` for nothing.
+    """
+
+    holder: Any
+    key: tuple[int, str]
+    value: Any
+    original: Any
+    claims: weakref.WeakSet[Journal] = field(default_factory=weakref.WeakSet)
+
+    @classmethod
+    def on(cls, obj: Any, name: str, value: Any) -> Patch:
+        """A patch of ``obj``, not applied yet."""
+        holder = weakref.ref(obj) if _is_torch_module(obj) else obj
+        return cls(holder, (id(obj), name), value, _read(obj, name))
+
+    @property
+    def name(self) -> str:
+        return self.key[1]
+
+    @property
+    def owner(self) -> Any:
+        return self.holder() if isinstance(self.holder, weakref.ref) else self.holder
+
+    @property
+    def where(self) -> str:
+        return f"{getattr(self.owner, '__name__', type(self.owner).__name__)}.{self.name}"
+
+    @property
+    def claimed(self) -> bool:
+        # Not the set's length: it still counts the dead for a moment.
+        return any(True for _ in self.claims)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the value is still what we put there."""
+        return self.owner is not None and _read(self.owner, self.name) is self.value
+
+    def apply(self) -> None:
+        """Puts the value there."""
+        _write(self.owner, self.name, self.value)
+        _patches[self.key] = self
+        _set_active(self.value, True)
+
+    def restore(self) -> Reason | None:
+        """Puts the original back where the value is still ours; otherwise says why not."""
+        _set_active(self.value, False)
+        if _patches.get(self.key) is self:
+            del _patches[self.key]
+        if self.owner is None:
+            return None
+        if _read(self.owner, self.name) is not self.value:
+            return Reason("changed-since", f"{self.where} was replaced by somebody else")
+        _write(self.owner, self.name, self.original)
+        return None
+
+
+_patches: dict[tuple[int, str], Patch] = {}
+
+
+def patch_of(obj: Any, name: str) -> Patch | None:
+    """The live patch on an attribute, if there is one."""
+    found = _patches.get((id(obj), name))
+    return found if found is not None and found.owner is obj else None  # an id is used again after a death
+
+
+def release(journal: Journal, patches: list[Patch]) -> list[Reason]:
+    """Gives up the journal's claims; what nobody claims any more is restored."""
+    reasons = []
+    for claimed in reversed(patches):
+        claimed.claims.discard(journal)
+        reasons.append(None if claimed.claimed else claimed.restore())
+    return [reason for reason in reasons if reason]
+
+
+def _release_orphans(patches: list[Patch]) -> None:
+    for orphan in reversed(patches):
+        if not orphan.claimed and _patches.get(orphan.key) is orphan:
+            orphan.restore()
+
+
+@contextlib.contextmanager
+def process_originals() -> Iterator[None]:
+    """Within it every replaced attribute has its original value, for all threads: to judge a kernel by its original."""
+    with lock:
+        suspended = [patch for patch in list(_patches.values()) if patch.owner is not None and patch.restore() is None]
+        try:
+            yield
+        finally:
+            for patch in suspended:
+                if patch.claimed and patch.owner is not None:
+                    patch.apply()
+
+
+def _set_active(value: Any, active: bool) -> None:
+    """A router that somebody still holds after the undo passes every call on to the original."""
+    if hasattr(value, "twinkle_router"):
+        value.twinkle_router.active = active
+
+
+def _is_torch_module(obj: Any) -> bool:
+    from torch import nn
+
+    return isinstance(obj, nn.Module)
+
+
+def _read(holder: Any, name: str) -> Any:
+    if isinstance(holder, MutableMapping):
+        return holder.get(name, ABSENT)
+    if _is_torch_module(holder):
+        for container in ("_parameters", "_buffers", "_modules"):
+            if name in vars(holder)[container]:
+                return vars(holder)[container][name]
+    return vars(holder).get(name, ABSENT)
+
+
+def _write(holder: Any, name: str, value: Any) -> None:
+    if isinstance(holder, MutableMapping):
+        if value is ABSENT:
+            del holder[name]
+        else:
+            holder[name] = value
+    elif value is ABSENT:
+        delattr(holder, name)
+    else:
+        setattr(holder, name, value)

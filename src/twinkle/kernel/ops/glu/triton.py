@@ -1,0 +1,247 @@
+"""The ``triton`` backend of ``swiglu`` and ``geglu``: the activation and the product in one launch each way.
+
+A fused gate-and-up projection is read in place, and its gradient is written in place of the projection's output layout,
+so that autograd has nothing to concatenate.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+from torch import nn
+from torch.compiler import is_compiling
+
+from twinkle.kernel.ops.derived import layer
+from twinkle.kernel.ops.glu import triton_kernels as kernels
+from twinkle.kernel.ops.glu.reference import ACTIVATIONS
+from twinkle.kernel.ops.triton_support import (
+    Launch,
+    Launcher,
+    call_reason,
+    device_reason,
+    gradients_with_graph,
+    launch,
+    launch_traced,
+    library_op,
+    rows_of,
+    tuned,
+)
+from twinkle.reasons import Reason
+
+if TYPE_CHECKING:
+    from twinkle.kernel.ops.glu.reference import GluVariant
+    from twinkle.kernel.targets import Site
+
+
+def _layout(*tensors: torch.Tensor) -> tuple[int, int, list[int]] | None:
+    """``(rows, width, row strides)`` that reach every element of all tensors; one long row where all are dense."""
+    first = tensors[0]
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return 1, first.numel(), [0] * len(tensors)
+    strides = []
+    for tensor in tensors:
+        rows = rows_of(tensor.shape, tensor.stride())
+        if rows is None or rows.inner != rows.total or rows.column_stride != 1:
+            return None
+        strides.append(rows.stride)
+    return first.numel() // first.shape[-1], first.shape[-1], strides
+
+
+def _launch(
+    launcher: Launcher, key: Any, kernel: Any, direction: str, tensors: tuple[torch.Tensor, ...], activation: str
+) -> None:
+    def make() -> Launch:
+        layout = _layout(*tensors)
+        assert layout is not None
+        rows, width, strides = layout
+        block, warps = tuned("glu", direction, tensors[0].device, 1)
+        blocks = triton.cdiv(width, block)
+        return Launch((rows * blocks,), (width, blocks, *strides), {"ACTIVATION": activation, "BLOCK": block}, warps)
+
+    launcher(kernel, key, tensors, make)
+
+
+def _launch_forward(launcher: Launcher, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """Launches the forward; returns the product, contiguous."""
+    out = _empty_product(gate)
+    key = (gate.shape, gate.stride(), up.stride(), gate.dtype, gate.device, activation)
+    _launch(launcher, key, kernels.forward_kernel, "forward", (gate, up, out), activation)
+    return out
+
+
+def _launch_backward(
+    launcher: Launcher, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, results: Any, activation: str
+) -> None:
+    """Launches the backward into ``results``: the gradients of gate and up."""
+    dgate, dup = results
+    key = (grad.shape, grad.stride(), gate.stride(), up.stride(), dgate.stride(), gate.dtype, gate.device, activation)
+    _launch(launcher, key, kernels.backward_kernel, "backward", (grad, gate, up, dgate, dup), activation)
+
+
+def _readable(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors, copied only when the kernels can't read them as they lie."""
+    return list(tensors) if _layout(*tensors) is not None else [t.contiguous() for t in tensors]
+
+
+def _empty_product(gate: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(gate, memory_format=torch.contiguous_format)
+
+
+class _Glu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation
+        gate, up = _readable(gate, up)
+        return _launch_forward(launch, gate, up, activation)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        gate, up = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the gradient is to be differentiated again
+            formula = functools.partial(_by_formula, activation=ctx.activation)
+            return (*gradients_with_graph(formula, (gate, up), ctx.needs_input_grad[:2], grad), None)
+        results = _empty_product(gate), _empty_product(up)
+        grad, gate, up = _readable(grad, gate, up)
+        _launch_backward(launch, grad, gate, up, results, ctx.activation)
+        return (*results, None)
+
+
+def _by_formula(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    return ACTIVATIONS[activation](gate) * up
+
+
+class _FusedGlu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        ctx.save_for_backward(gate_up)
+        ctx.activation = activation
+        gate, up = _readable(*gate_up.chunk(2, dim=-1))
+        return _launch_forward(launch, gate, up, activation)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        (gate_up,) = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the gradient is to be differentiated again
+            formula = functools.partial(_by_formula, activation=ctx.activation)
+            return (*gradients_with_graph(lambda t: formula(*t.chunk(2, dim=-1)), (gate_up,), (True,), grad), None)
+        result = _empty_product(gate_up)
+        grad, gate, up = _readable(grad, *gate_up.chunk(2, dim=-1))
+        _launch_backward(launch, grad, gate, up, result.chunk(2, dim=-1), ctx.activation)
+        return result, None
+
+
+@library_op("twinkle::glu", lambda gate, up, activation: _empty_product(gate))
+def _traced_forward(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    return _launch_forward(launch_traced, gate.contiguous(), up.contiguous(), activation)
+
+
+@library_op("twinkle::glu_backward", lambda grad, gate, up, activation: (_empty_product(gate), _empty_product(up)))
+def _traced_backward(
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    results = _empty_product(gate), _empty_product(up)
+    _launch_backward(launch_traced, grad.contiguous(), gate.contiguous(), up.contiguous(), results, activation)
+    return results
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.activation = inputs[2]
+
+
+def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    return (*_traced_backward(grad, *ctx.saved_tensors, ctx.activation), None)
+
+
+_traced_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _product(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    return _traced_forward(gate, up, activation) if is_compiling() else _Glu.apply(gate, up, activation)
+
+
+def _fused_product(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    if is_compiling():
+        return _traced_forward(*gate_up.chunk(2, dim=-1), activation)
+    return _FusedGlu.apply(gate_up, activation)
+
+
+def _reason(gate: torch.Tensor, up: torch.Tensor) -> str | None:
+    """Why a pair is outside the kernels' domain."""
+    if gate.dtype != up.dtype or gate.shape != up.shape:
+        return "gate and up differ in shape or dtype"
+    return call_reason(gate, up)
+
+
+def _fused_reason(gate_up: torch.Tensor) -> str | None:
+    if gate_up.dim() == 0 or gate_up.shape[-1] % 2:
+        return "the projection doesn't hold gate and up in equal parts"
+    return call_reason(gate_up)
+
+
+def glu(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """``activation(gate) * up``, differentiable in both.
+
+    Args:
+        gate, up: ``[..., I]``, same shape, dtype (fp32, bf16 or fp16) and device.
+        activation: ``"silu"``, ``"gelu_tanh"`` or ``"gelu"``; computed in fp32 and rounded to the dtype before the
+            product, as the original does.
+
+    Returns:
+        ``[..., I]`` contiguous.
+
+    Raises:
+        ValueError: the kernels can't take the tensors.
+    """
+    reason = _reason(gate, up)
+    if reason is not None:
+        raise ValueError(f"glu: {reason}")
+    return _product(gate, up, activation)
+
+
+def fused_glu(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """``activation(gate) * up`` of a projection ``[..., 2 I]`` that holds gate, then up; otherwise as :func:`glu`."""
+    reason = _fused_reason(gate_up)
+    if reason is not None:
+        raise ValueError(f"fused_glu: {reason}")
+    return _fused_product(gate_up, activation)
+
+
+def accepts(site: Site) -> Reason | None:
+    """Every variant, on a device that Triton runs on."""
+    return device_reason(site)
+
+
+def load(target: Any, site: Site) -> type[nn.Module]:
+    """The layer class for one variant. The projections run as they are; should they return what the kernel can't take
+    (another dtype for gate than for up, say), the activation and product run eagerly."""
+    variant: GluVariant = site.variant
+    activation, down = variant.activation, variant.projections[-1]
+    eager = ACTIVATIONS[activation]
+
+    if len(variant.projections) == 2:
+        fused = variant.projections[0]
+
+        def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+            gate_up = getattr(self, fused)(x)
+            if _fused_reason(gate_up) is None:
+                return getattr(self, down)(_fused_product(gate_up, activation))
+            gate, up = gate_up.chunk(2, dim=-1)
+            return getattr(self, down)(eager(gate) * up)
+
+    else:
+        gate_name, up_name, _ = variant.projections
+
+        def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+            gate, up = getattr(self, gate_name)(x), getattr(self, up_name)(x)
+            product = _product(gate, up, activation) if _reason(gate, up) is None else eager(gate) * up
+            return getattr(self, down)(product)
+
+    def accepts_call(self: Any, x: torch.Tensor) -> str | None:
+        return call_reason(x)
+
+    return layer("TritonGLU", forward, accepts_call)

@@ -1,0 +1,231 @@
+"""The ``triton`` backend of ``rms_norm`` and ``gated_rms_norm``: one launch forward, one backward."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.compiler import is_compiling
+
+from twinkle.kernel.ops.derived import layer
+from twinkle.kernel.ops.rms_norm.gated_reference import gated_rms_norm
+from twinkle.kernel.ops.rms_norm.reference import rms_norm as reference_rms_norm
+from twinkle.kernel.ops.rms_norm.triton_launch import WIDEST, Kind, launch_backward, launch_forward, layout_of
+from twinkle.kernel.ops.triton_support import (
+    Workspace,
+    call_reason,
+    device_reason,
+    gradients_with_graph,
+    has_rows,
+    launch,
+    launch_traced,
+    library_op,
+    rows_reason,
+    workspace,
+)
+from twinkle.reasons import Reason
+
+if TYPE_CHECKING:
+    from twinkle.kernel.ops.rms_norm.gated_reference import GatedRMSNormVariant
+    from twinkle.kernel.ops.rms_norm.reference import RMSNormVariant
+    from twinkle.kernel.targets import Site
+
+
+class _RMSNorm(torch.autograd.Function):
+    """The eager way: two launches, and nothing around them that could be done once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, gate: Any, kind: Kind) -> torch.Tensor:
+        y = _empty_like(x, _result_dtype(x, weight, gate, kind[2]))
+        key = layout_of(x, weight, gate, kind)
+        rstd = launch_forward(launch, key, x, weight, gate, y, kind)
+        ctx.save_for_backward(x, weight, gate, rstd)
+        ctx.kind, ctx.key = kind, key
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        x, weight, gate, rstd = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the gradient is to be differentiated again
+            formula = functools.partial(_by_formula, kind=ctx.kind)
+            return (*gradients_with_graph(formula, (x, weight, gate), ctx.needs_input_grad[:3], dy), None)
+        if not has_rows(dy):
+            dy = dy.contiguous()
+        dx = _empty_like(x)
+        dw = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        dgate = None if gate is None else _empty_like(gate)
+        key = (ctx.key, dy.stride(), dw is None)
+        launch_backward(launch, key, dy, x, weight, gate, rstd, (dx, dw, dgate), ctx.kind[1], workspace)
+        return dx, dw, dgate, None
+
+
+def _by_formula(x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None, kind: Kind) -> torch.Tensor:
+    eps, offset, cast = kind
+    if gate is not None and weight is not None:
+        return gated_rms_norm(x, gate, weight, eps)
+    return reference_rms_norm(x, weight, eps, offset=offset, cast=cast)  # type: ignore[arg-type]
+
+
+def _result_dtype(x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None, cast: str) -> torch.dtype:
+    if cast != "before" or weight is None or gate is not None or weight.dtype == x.dtype:
+        return x.dtype
+    return torch.promote_types(x.dtype, weight.dtype)
+
+
+def _empty_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """In the tensor's layout where that is dense. What torch makes of overlapping strides may have no rows."""
+    empty = torch.empty_like(tensor, dtype=dtype)
+    return empty if has_rows(empty) else _dense_like(tensor, dtype)
+
+
+def _dense_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _fake_forward(x: torch.Tensor, weight: Any, gate: Any, eps: float, offset: float, cast: str) -> Any:
+    rstd = x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
+    return _dense_like(x, _result_dtype(x, weight, gate, cast)), rstd
+
+
+def _fake_backward(
+    dy: torch.Tensor, x: torch.Tensor, weight: Any, gate: Any, rstd: Any, offset: float, needs_dw: bool
+) -> Any:
+    """An operator returns as many tensors whatever is wanted: an empty one for what isn't."""
+    wanted = (x, weight if needs_dw else None, gate)
+    return tuple([x.new_empty(0) if tensor is None else _dense_like(tensor) for tensor in wanted])
+
+
+@library_op("twinkle::rms_norm", _fake_forward)
+def _traced_forward(
+    x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None, eps: float, offset: float, cast: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    y = _dense_like(x, _result_dtype(x, weight, gate, cast))
+    gate = None if gate is None else gate.contiguous()
+    return y, launch_forward(launch_traced, None, x.contiguous(), weight, gate, y, (eps, offset, cast))
+
+
+@library_op("twinkle::rms_norm_backward", _fake_backward)
+def _traced_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    rstd: torch.Tensor,
+    offset: float,
+    needs_dw: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dx, dw, dgate = _fake_backward(dy, x, weight, gate, rstd, offset, needs_dw)
+    results = dx, dw if needs_dw else None, None if gate is None else dgate
+    gate = None if gate is None else gate.contiguous()
+    dy, x = dy.contiguous(), x.contiguous()
+    launch_backward(launch_traced, None, dy, x, weight, gate, rstd, results, offset, Workspace)
+    return dx, dw, dgate
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    x, weight, gate, _, offset, _ = inputs
+    ctx.save_for_backward(x, weight, gate, output[1])
+    ctx.offset = offset
+
+
+def _differentiate(ctx: Any, dy: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    x, weight, gate, rstd = ctx.saved_tensors
+    needs_dw = ctx.needs_input_grad[1]
+    dx, dw, dgate = _traced_backward(dy, x, weight, gate, rstd, ctx.offset, needs_dw)
+    return dx, dw if needs_dw else None, None if gate is None else dgate, None, None, None
+
+
+_traced_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None, kind: Kind) -> torch.Tensor:
+    return _traced_forward(x, weight, gate, *kind)[0] if is_compiling() else _RMSNorm.apply(x, weight, gate, kind)
+
+
+def _reason(x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None = None) -> str | None:
+    """Why a call is outside the kernels' domain."""
+    reason = call_reason(x, weight, gate) or rows_reason(x, gate)
+    if reason is not None:
+        return reason
+    width = x.shape[-1]
+    if weight is not None and (weight.numel() != width or not weight.is_contiguous()):
+        return "the weight is strided, or not as long as the rows"
+    if gate is not None:
+        if weight is None or gate.shape != x.shape:
+            return "a gate of another shape than the input's, or without a weight"
+        if width > WIDEST["backward"]:
+            return "rows too wide for the gated kernel"
+    return None
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    cast: str,
+) -> torch.Tensor:
+    """RMSNorm over the last dimension, optionally gated, differentiable in ``x``, ``weight`` and ``gate``.
+
+    Args:
+        x: ``[..., H]``; fp32, bf16 or fp16, any strides that :func:`rows_of` describes.
+        weight: ``[H]`` contiguous, of any of those dtypes, or None.
+        gate: ``x``'s shape, or None.
+        eps, offset, cast: see :mod:`twinkle.kernel.ops.rms_norm.reference`; 0 and ``"before"`` with a gate.
+
+    Returns:
+        ``[..., H]``, in ``x``'s layout where that is dense; the dtype as the reference gives it.
+
+    Raises:
+        ValueError: the kernels can't take the tensors.
+    """
+    reason = _reason(x, weight, gate)
+    if reason is not None:
+        raise ValueError(f"rms_norm: {reason}")
+    return _norm(x, weight, gate, (eps, offset, cast))
+
+
+def accepts(site: Site) -> Reason | None:
+    """Every variant, on a device that Triton runs on."""
+    return device_reason(site)
+
+
+def _weight_of(module: Any, name: str | None) -> torch.Tensor | None:
+    """A module's weight. Tools that flatten parameters leave a plain attribute in its place."""
+    if name is None:
+        return None
+    try:
+        return module._parameters[name]  # quicker than nn.Module's own way
+    except KeyError:
+        return getattr(module, name)
+
+
+def load(target: Any, site: Site) -> type[nn.Module]:
+    """The layer class for one variant."""
+    variant: RMSNormVariant = site.variant
+    offset, cast, weight_name, eps_name = variant.offset, variant.cast, variant.weight, variant.eps
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        return _norm(hidden_states, _weight_of(self, weight_name), None, (getattr(self, eps_name), offset, cast))
+
+    def accepts_call(self: Any, hidden_states: torch.Tensor) -> str | None:
+        return _reason(hidden_states, _weight_of(self, weight_name))
+
+    return layer("TritonRMSNorm", forward, accepts_call)
+
+
+def load_gated(target: Any, site: Site) -> type[nn.Module]:
+    """The layer class of the gated norm."""
+    variant: GatedRMSNormVariant = site.variant
+    weight_name, eps_name = variant.weight, variant.eps
+
+    def forward(self: Any, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        return _norm(hidden_states, _weight_of(self, weight_name), gate, (getattr(self, eps_name), 0.0, "before"))
+
+    def accepts_call(self: Any, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> str | None:
+        return _reason(hidden_states, _weight_of(self, weight_name), gate)
+
+    return layer("TritonGatedRMSNorm", forward, accepts_call)

@@ -1,0 +1,119 @@
+"""``torch`` backend of ``rotary``: half the original's passes over the tensor, and nothing of it saved.
+
+``out = x cos`` first, then each channel's partner times its signed sine is added in place. The gradient is the rotation
+back, so only cos and sin are kept. Inputs are never written to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from twinkle.kernel.ops.rotary.reference import Dialect, with_signature
+from twinkle.kernel.ops.torch_support import not_faster, transformed
+from twinkle.reasons import Reason
+
+if TYPE_CHECKING:
+    from twinkle.kernel.targets import Site
+
+
+def accepts(site: Site) -> Reason | None:
+    """None, or why the original stays."""
+    if site.variant.dialect.output == "halves":
+        return Reason("dialect", "it reads pairs of neighbours and writes halves, which would take a further pass here")
+    return not_faster("rotary", site)
+
+
+def load(target: Any, site: Site) -> Callable[..., Any]:
+    """A function with the original's signature."""
+    dialect: Dialect = site.variant.dialect
+
+    def kernel(tensors: tuple[torch.Tensor, ...], cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int) -> Any:
+        tables = _tables(cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim), dialect)
+        if torch.is_grad_enabled():
+            return _Rotation.apply(dialect, *tables, *tensors)
+        return tuple([_rotated(t, *tables, dialect, back=False) for t in tensors])
+
+    def refuse(tensors: tuple[torch.Tensor, ...], cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int) -> Any:
+        why = "cos or sin needs a gradient" if cos.requires_grad or sin.requires_grad else transformed()
+        return [why]  # with_signature hands on the first for a function of one tensor
+
+    function = with_signature(site.variant, kernel, "torch_rotary")
+    why = with_signature(site.variant, refuse, "torch_rotary_accepts")
+    one = site.variant.tensors == 1
+    function.accepts_call = why if one else lambda *args, **kwargs: why(*args, **kwargs)[0]  # type: ignore[attr-defined]
+    return function
+
+
+class _Rotation(torch.autograd.Function):
+    """Rotates any number of tensors by the same angles."""
+
+    @staticmethod
+    def forward(ctx: Any, dialect: Dialect, cos: torch.Tensor, signed_sin: torch.Tensor, *tensors: torch.Tensor) -> Any:
+        ctx.save_for_backward(cos, signed_sin)
+        ctx.dialect = dialect
+        return tuple([_rotated(t, cos, signed_sin, dialect, back=False) for t in tensors])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        cos, signed_sin = ctx.saved_tensors
+        results = [
+            _rotated(g, cos, signed_sin, ctx.dialect, back=True) if needed else None
+            for g, needed in zip(gradients, ctx.needs_input_grad[3:], strict=True)
+        ]
+        return None, None, None, *results
+
+
+def _tables(cos: torch.Tensor, sin: torch.Tensor, dialect: Dialect) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos, and what the partner of each channel is multiplied with: both ``[..., R]``, in the dialect's dtype."""
+    if dialect.compute == "fp32" and cos.element_size() < 4:
+        cos, sin = cos.float(), sin.float()
+    if dialect.table == "full":
+        a, b = _pairs(sin, dialect)
+        return cos, _joined(-a, b, dialect)
+    if dialect.table == "first_half":
+        cos, sin = (table[..., : table.shape[-1] // 2] for table in (cos, sin))
+    return _joined(cos, cos, dialect), _joined(-sin, sin, dialect)
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, dialect: Dialect, back: bool) -> Any:
+    """``x`` of ``[..., D]`` with R of its channels rotated; ``back`` rotates by the opposite angle."""
+    width, whole = cos.shape[-1], x.shape[-1]
+    if width == whole:
+        turned = _turned(x, cos, signed_sin, dialect, back)
+        return turned.to(x.dtype) if dialect.restores else turned
+    start = whole - width if dialect.part == "trailing" else 0
+    turned = _turned(x[..., start : start + width], cos, signed_sin, dialect, back)
+    turned = turned.to(x.dtype) if dialect.restores else turned
+    return torch.cat((x[..., :start], turned, x[..., start + width :]), dim=-1)
+
+
+def _turned(
+    x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, dialect: Dialect, back: bool
+) -> torch.Tensor:
+    """``x cos + partner(x) signed_sin``; back: ``x cos + partner(x signed_sin)``, the gradient of that."""
+    x = x.to(torch.promote_types(x.dtype, cos.dtype))
+    (a, b), (sin_a, sin_b) = _pairs(x, dialect), _pairs(signed_sin, dialect)
+    out = x * cos
+    # A CPU reads half rows of 16-bit numbers at a quarter of the speed of whole ones, and every other number like that.
+    if dialect.pairing == "half" and (x.element_size() >= 4 or x.device.type != "cpu"):
+        out_a, out_b = _pairs(out, dialect)
+        out_a.addcmul_(b, sin_b if back else sin_a)
+        out_b.addcmul_(a, sin_a if back else sin_b)
+        return out
+    return out.addcmul_(_joined(b, a, dialect), _joined(sin_b, sin_a, dialect) if back else signed_sin)
+
+
+def _pairs(x: torch.Tensor, dialect: Dialect) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of the first and the second channel of every pair."""
+    if dialect.pairing == "half":
+        half = x.shape[-1] // 2  # autograd doesn't let the views of chunk() be written to
+        return x[..., :half], x[..., half:]
+    return x[..., 0::2], x[..., 1::2]
+
+
+def _joined(a: torch.Tensor, b: torch.Tensor, dialect: Dialect) -> torch.Tensor:
+    """The tensor whose pairs are ``(a, b)``."""
+    return torch.cat((a, b), dim=-1) if dialect.pairing == "half" else torch.stack((a, b), dim=-1).flatten(-2)

@@ -1,0 +1,53 @@
+"""What the ``torch`` backends share: where they are known to win, and which calls they leave to the original."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from twinkle.reasons import Reason
+
+if TYPE_CHECKING:
+    from twinkle.kernel.targets import Site
+
+# F.rms_norm is one kernel on CUDA, with about a tenth of the original's traffic. What else may win there stays out
+# until a result file says so.
+FASTER: dict[str, tuple[str, ...]] = {
+    "rms_norm": ("cpu", "cuda"),
+    "gated_rms_norm": ("cpu", "cuda"),
+    "rotary": ("cpu", "cuda"),
+}
+"""op -> the device types on which the torch backend was measured faster than the original, forward and backward.
+
+``python -m benchmarks.ops --verdict FILE`` derives a device type's part from a result file.
+"""
+
+
+def available() -> tuple[bool, Reason | None]:
+    """PyTorch's own functions are there wherever PyTorch is."""
+    return True, None
+
+
+def not_faster(op: str, site: Site) -> Reason | None:
+    """The reason why a site keeps the original although the kernel would fit; None where the kernel is faster."""
+    device = site.device.type
+    if device in FASTER[op]:
+        return None
+    return Reason(
+        "not-faster",
+        f"PyTorch's own functions were not measured faster than the original's {op} on {device}",
+        f"measured in benchmarks/results/{device}/ops.json, if at all",
+    )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.float32`` -> ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def transformed() -> str | None:
+    """Why an autograd.Function can't serve this call: inside ``torch.func.grad``, ``vmap`` and the like it raises."""
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return None
+    return "inside a functorch transform"

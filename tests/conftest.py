@@ -1,0 +1,41 @@
+"""Fixtures shared by all tests: each leaves the process as it found it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+# The models are too small for more, and equal bits shouldn't depend on how sums are split among threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from twinkle.kernel import plugins, registry
+from twinkle.kernel.testing import register_test_backends, unregister_test_backends
+
+
+@pytest.fixture
+def loopback() -> Iterator[None]:
+    """The test backends ``loopback`` (an op's reference) and ``refuse`` (always a reason), for every op."""
+    register_test_backends()
+    yield
+    unregister_test_backends()
+
+
+@pytest.fixture
+def own_registry() -> Iterator[None]:
+    """A test may register ops, backends and plug-ins; what was known before is known again afterwards."""
+    registry.ops()
+    implementations = {name: dict(op.implementations) for name, op in registry._OPS.items()}
+    known, derived, loaded = dict(registry._OPS), dict(registry._EVERY_OP), set(plugins._loaded)
+    yield
+    registry._OPS.clear()
+    registry._OPS.update(known)
+    for name, op in known.items():
+        op.implementations.clear()
+        op.implementations.update(implementations[name])
+    registry._EVERY_OP.clear()
+    registry._EVERY_OP.update(derived)
+    plugins._loaded.clear()
+    plugins._loaded.update(loaded)
+    plugins._errors = None

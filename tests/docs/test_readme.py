@@ -1,0 +1,96 @@
+"""What the READMEs show is run, word for word."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from twinkle import presets
+from twinkle.kernel import kernelize
+from twinkle.kernel.report import report
+from twinkle.kernel.undo import unkernelize
+
+ROOT = Path(__file__).parents[2]
+READMES = ("README.md", "README_ZH.md")
+
+
+def code_blocks(name: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.fixture(params=READMES)
+def shown(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """The names that a README's code leaves behind, run from top to bottom in one go. The Hub stays out of reach."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    names: dict[str, Any] = {"__name__": "readme"}
+    for block in code_blocks(request.param):
+        exec(compile(block, request.param, "exec"), names)
+    yield names
+    unkernelize(names["model"])
+
+
+def test_the_interface_example_runs(shown: dict[str, Any]) -> None:
+    rows = report(shown["model"])
+    mlp = rows.row("Qwen3MLP.forward")
+    assert (mlp.state, mlp.backend, mlp.instances) == ("installed", "inductor", 2)
+    norm = rows.row("Qwen3RMSNorm")
+    assert norm.state != "installed"
+    assert norm.reasons, "the hub layer can't be fetched here, and the row must say so"
+    assert rows.row("Qwen2RMSNorm").state == "unused"
+    assert rows.row("Qwen3MoeExperts.forward").state == "unused"
+
+
+def test_its_class_entry_serves_a_qwen2(shown: dict[str, Any]) -> None:
+    model = presets.build("qwen2")
+    before = model(**presets.inputs(model)).logits
+    kernelize(model, shown["mapping"])
+    assert isinstance(model.model.norm, shown["MyRMSNorm"])
+    torch.testing.assert_close(model(**presets.inputs(model)).logits, before)
+    default, own = (row for row in report(model).rows if row.target.endswith(".Qwen2RMSNorm"))
+    assert default.state == "overridden"
+    assert (own.state, own.instances, own.calls) == ("installed", 5, 5)
+    assert own.implementation == "readme.MyRMSNorm"
+    unkernelize(model)
+
+
+def test_its_opt_in_experts_say_why_not_without_a_gpu(shown: dict[str, Any]) -> None:
+    model = presets.build("qwen3_moe")
+    kernelize(model, shown["mapping"])
+    row = report(model).row("Qwen3MoeExperts.forward")
+    assert row.op == "moe_experts"
+    assert row.state == "installed" or [tried.backend for tried in row.tried] == ["liger"]
+    assert row.state == "installed" or row.reasons
+    unkernelize(model)
+
+
+def test_both_readmes_show_the_same_code() -> None:
+    def without_comments(name: str) -> list[str]:
+        return [re.sub(r"\s*#.*", "", block) for block in code_blocks(name)]
+
+    english, chinese = (without_comments(name) for name in READMES)
+    assert english
+    assert english == chinese
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_links_lead_somewhere(name: str) -> None:
+    targets = re.findall(r"\]\(([^)#]+)\)", (ROOT / name).read_text(encoding="utf-8"))
+    assert targets
+    for target in targets:
+        assert (ROOT / target).exists(), target
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_the_table_of_backends_is_what_is_registered(name: str) -> None:
+    from twinkle.kernel.registry import get_op
+
+    text = (ROOT / name).read_text(encoding="utf-8")
+    for line in re.findall(r"^\| `\w+`.*$", text, re.MULTILINE):
+        ops, _, backends = (cell.strip() for cell in line.strip("|").split("|"))
+        registered = {b for op in re.findall(r"`(\w+)`", ops) for b in get_op(op).implementations}
+        assert set(re.findall(r"`(\w+)`", backends)) == registered, line

@@ -1,0 +1,46 @@
+"""Fixtures of the tests that break things."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import toys
+from tests.support.fragile import ROPE, loopback
+from tests.support.hub_repository import write_kernel
+from tests.support.snapshots import unchanged
+from twinkle.kernel import kernelize
+from twinkle.kernel.report import report
+from twinkle.kernel.undo import unkernelize
+
+
+@pytest.fixture
+def model() -> Iterator[toys.ToyModel]:
+    """A toy model that is after the test, and after an undo, what it was before; so is all that others share."""
+    with unchanged(toys.toy(), toys.toy_input()) as made:
+        yield made
+
+
+@pytest.fixture
+def other() -> Iterator[toys.ToyModel]:
+    """A second model that is kernelized before; what it has it keeps."""
+    made = toys.toy(seed=3)
+    kernelize(made, {toys.ToyNorm: loopback("rms_norm"), ROPE: loopback("rotary")})
+    with unchanged(made, toys.toy_input(), undo=False):
+        yield made
+    assert [row.state for row in report(made).rows] == ["installed", "installed"]
+    unkernelize(made)
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """``me/toy``, found on this machine's disk."""
+    name = f"toy_kernels_{abs(hash(tmp_path))}"
+    write_kernel(tmp_path / "toy" / "build" / "torch-cpu", name)
+    monkeypatch.setenv("LOCAL_KERNELS", f"me/toy={tmp_path / 'toy'}")
+    yield name
+    for module in [m for m in sys.modules if m.partition(".")[0] == name]:
+        del sys.modules[module]

@@ -1,0 +1,238 @@
+"""Where the tests of the Triton kernels run, and how their results are judged.
+
+On a GPU where there is one, in realistic sizes; with TRITON_INTERPRET=1 on the CPU, in Triton's interpreter, in small
+ones. TRITON_TEST_EXAMPLES sets how many examples a property test draws.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from twinkle.kernel.probe import random_tensor
+from twinkle.kernel.verify import allowed_error_used
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+ON_GPU = DEVICE == "cuda"
+NO_GPU = "needs a GPU; here Triton is interpreted"
+
+T = TypeVar("T")
+
+
+def by_device(cpu: T, gpu: T) -> T:
+    return gpu if ON_GPU else cpu
+
+
+# Derandomised: a failure in CI is there again on the next machine.
+examples = settings(
+    max_examples=int(os.environ.get("TRITON_TEST_EXAMPLES", "25")),
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+ROWS = by_device(
+    # Few, or many more than one program takes; up to four dimensions, not all of which merge.
+    [(), (1,), (7,), (2, 3), (33,), (2, 3, 2), (2, 2, 3, 2)],
+    [(), (1,), (1000,), (4, 1023), (3, 7, 65), (2, 3, 5, 31)],
+)
+WIDTHS = by_device([1, 2, 7, 16, 33, 64, 100], [1, 2, 33, 64, 128, 1000, 1536, 4096, 5000])
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+
+def _swapped(values: torch.Tensor) -> torch.Tensor:
+    return values.transpose(0, -2).contiguous().transpose(0, -2) if values.dim() > 1 else values
+
+
+def _last_outermost(values: torch.Tensor) -> torch.Tensor:
+    return values.movedim(-1, 0).contiguous().movedim(0, -1)
+
+
+def _sliced(values: torch.Tensor) -> torch.Tensor:
+    room = values.new_full([2 * size + 3 for size in values.shape], float("nan"))
+    view = room[tuple(slice(1, 1 + 2 * size, 2) for size in values.shape[:-1]) + (slice(2, 2 + values.shape[-1]),)]
+    return view.copy_(values)
+
+
+def _stepped(values: torch.Tensor) -> torch.Tensor:
+    room = values.new_full((*values.shape[:-1], 2 * values.shape[-1]), float("nan"))
+    return room[..., ::2].copy_(values)
+
+
+def _misaligned(values: torch.Tensor) -> torch.Tensor:
+    return values.new_empty(values.numel() + 1)[1:].view(values.shape).copy_(values)
+
+
+def _expanded(values: torch.Tensor) -> torch.Tensor:
+    return values[:1].expand_as(values) if values.dim() > 1 else values
+
+
+def _one_number(values: torch.Tensor) -> torch.Tensor:
+    return values.flatten()[0].expand(values.shape)
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda values: values,
+    "two dimensions swapped": _swapped,
+    "last dimension outermost": _last_outermost,
+    "a slice with gaps": _sliced,
+    "every second column": _stepped,
+    "an odd storage offset": _misaligned,
+    "one row for all": _expanded,
+    "one number for all": _one_number,
+}
+"""Ways in which the same shape can lie in memory; the last two also make values equal."""
+
+
+def laid_out(shape: Sequence[int], dtype: torch.dtype, layout: str, seed: int, *, scale: float = 1.0) -> torch.Tensor:
+    """Normal numbers of a shape on the tests' device, in one of LAYOUTS."""
+    return LAYOUTS[layout]((scale * random_tensor(*shape, seed=seed)).to(DEVICE, dtype))
+
+
+gradient_layouts = st.sampled_from(list(LAYOUTS))
+# Not one number for all: the gradient of a norm of equal numbers is nothing but rounding.
+layouts = st.sampled_from(list(LAYOUTS)[:-1])
+dtypes = st.sampled_from(DTYPES)
+
+
+# --- judgement --------------------------------------------------------------------------------------------------------
+
+Function = Callable[..., Any]
+
+
+def tensors_of(results: Any) -> tuple[torch.Tensor, ...]:
+    return (results,) if isinstance(results, torch.Tensor) else tuple(results)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+
+
+class Step:
+    """A forward and two backward calls of one function.
+
+    Attributes:
+        results: outputs, then gradients by name.
+        leaves: the tensors that were differentiated, by name.
+    """
+
+    def __init__(
+        self,
+        function: Function,
+        inputs: Mapping[str, torch.Tensor | None],
+        needed: set[str],
+        seeds: Callable[[torch.Tensor, int], torch.Tensor],
+    ) -> None:
+        given = {name: None if t is None else t.detach().requires_grad_(name in needed) for name, t in inputs.items()}
+        held = {name: (t, t.detach().clone()) for name, t in given.items() if t is not None}
+        self.outputs = tensors_of(function(**given))
+        self.leaves = {name: t for name, t in given.items() if t is not None and name in needed}
+        self.results = {f"output {i}": output.detach() for i, output in enumerate(self.outputs)}
+        self.gradients: dict[str, torch.Tensor] = {}
+        if self.leaves:
+            grads = [seeds(output, i) for i, output in enumerate(self.outputs)]
+            held |= {f"incoming gradient {i}": (grad, grad.clone()) for i, grad in enumerate(grads)}
+            held |= {f"output {i}": (output, output.detach().clone()) for i, output in enumerate(self.outputs)}
+            wrt = list(self.leaves.values())
+            first = torch.autograd.grad(self.outputs, wrt, grads, retain_graph=True)
+            kept = [gradient.clone() for gradient in first]
+            second = torch.autograd.grad(self.outputs, wrt, grads)
+            self.gradients = dict(zip(self.leaves, second, strict=True))
+            self.results |= {f"gradient of {name}": gradient for name, gradient in self.gradients.items()}
+            assert all(map(torch.equal, kept, second)), "a second backward call gives other bits"
+        overwritten = [name for name, (now, before) in held.items() if not torch.equal(now, before)]
+        assert overwritten == []
+
+
+Inputs = Callable[[int], Mapping[str, torch.Tensor | None]]
+
+
+def assert_judged(
+    kernel: Function,
+    original: Function,
+    exact: Function,
+    inputs: Inputs,
+    *,
+    times: int = 1,
+    needed: set[str] | None = None,
+    gradient_layout: str = "contiguous",
+) -> Step:
+    """Runs a kernel, the formula that it replaces and the same in fp64, forward and backward, and judges the kernel.
+
+    Args:
+        kernel, original, exact: called with ``inputs`` by name; ``exact`` gets them in fp64.
+        inputs: makes them from a number.
+        times: how many such inputs are judged as one. Whose error is larger in a handful of numbers is luck.
+        needed: which inputs' gradients are wanted; all when None.
+        gradient_layout: how the incoming gradients lie.
+
+    Returns:
+        the kernel's last step.
+    """
+    steps = [_three_steps(kernel, original, exact, inputs(n), needed, gradient_layout, n) for n in range(times)]
+    names = list(steps[0][1].results)
+    assert all(list(step.results) == names for three in steps for step in three)
+    used = {}
+    for name in names:
+        assert all(ours.results[name].shape == theirs.results[name].shape for ours, theirs, _ in steps)
+        each = zip(*steps, strict=True)  # the kernel's steps, then the original's, then the exact ones
+        used[name] = allowed_error_used(*[torch.cat([s.results[name].flatten() for s in same]) for same in each])
+    assert max(used.values()) <= 1, used
+    return steps[-1][0]
+
+
+def _three_steps(
+    kernel: Function,
+    original: Function,
+    exact: Function,
+    inputs: Mapping[str, torch.Tensor | None],
+    needed: set[str] | None,
+    gradient_layout: str,
+    number: int,
+) -> tuple[Step, Step, Step]:
+    needed = {name for name, tensor in inputs.items() if tensor is not None} if needed is None else needed
+
+    def seeds(output: torch.Tensor, index: int) -> torch.Tensor:
+        return laid_out(output.shape, output.dtype, gradient_layout, 90 + index + 100 * number)
+
+    def plain(dtype: torch.dtype | None) -> dict[str, torch.Tensor | None]:
+        # In plain memory of its own: the original's result must not depend on what is tested here.
+        copies = {name: None if t is None else t.detach().contiguous().clone() for name, t in inputs.items()}
+        return {name: t if t is None or dtype is None else t.to(dtype) for name, t in copies.items()}
+
+    ours = Step(kernel, inputs, needed, seeds)
+    theirs = Step(original, plain(None), needed, seeds)
+    # The gradients are rounded to the results' dtype before they are made exact.
+    rounded = [seeds(output, i).double() for i, output in enumerate(theirs.outputs)]
+    return ours, theirs, Step(exact, plain(torch.float64), needed, lambda output, index: rounded[index])
+
+
+def times_for(rows: Sequence[int], width: int) -> int:
+    """How often a case of that size is judged as one, see :func:`assert_judged`."""
+    return 8 if width < 4 or torch.Size(rows).numel() * width < 32 else 1
+
+
+def second_derivatives(function: Function, inputs: Mapping[str, torch.Tensor], needed: set[str]) -> list[torch.Tensor]:
+    """The gradients of the squared norm of the gradients of a weighted sum: a use of ``create_graph=True``."""
+    given = {name: t.detach().requires_grad_(name in needed) for name, t in inputs.items()}
+    wrt = [given[name] for name in given if name in needed]
+    total = sum((output.double() ** 2).sum() for output in tensors_of(function(**given)))
+    gradients = torch.autograd.grad(total, wrt, create_graph=True)  # type: ignore[arg-type]
+    return list(torch.autograd.grad(sum((g.double() ** 2).sum() for g in gradients), wrt))  # type: ignore[arg-type]
+
+
+def subsets(names: Sequence[str]) -> Iterator[set[str]]:
+    """All subsets of names but the empty one."""
+    for bits in range(1, 1 << len(names)):
+        yield {name for i, name in enumerate(names) if bits >> i & 1}

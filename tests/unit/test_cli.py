@@ -1,0 +1,367 @@
+"""The command: help, JSON, exit codes and the one line that says what to do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer.main
+from typer.testing import CliRunner
+
+import twinkle
+from twinkle import presets
+from twinkle.cli import app
+from twinkle.commands import console, models, options
+from twinkle.commands.models import auto_class, cut_layers, find_model
+from twinkle.kernel import plugins, registry
+from twinkle.kernel.ops.derived import layer
+from twinkle.kernel.registry import KernelImpl, register_backend
+from twinkle.platforms import PLATFORMS
+
+COMMANDS = ("info", "plan", "verify", "demo")
+SCRIPT = Path(sys.executable).with_name("twinkle-kernel")
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def run_json(*arguments: str) -> Any:
+    """What a command prints with --json: pure JSON, or json.loads raises."""
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.fixture(scope="module")
+def saved_configs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A preset's configuration as a checkpoint's folder has it."""
+    root = tmp_path_factory.mktemp("configs")
+
+    def save(name: str) -> Path:
+        presets.preset_config(name).save_pretrained(root / name)
+        return root / name
+
+    return save
+
+
+# --- help and start -----------------------------------------------------------------------------------------------
+
+
+def test_help_of_the_whole_names_every_command_and_the_exit_codes() -> None:
+    text = run("--help").output
+    assert all(f" {command} " in text for command in COMMANDS)
+    assert "Examples" in text and "Exit codes" in text
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_explains_every_option_and_has_examples(command: str) -> None:
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert "Examples" in result.output and f"twinkle-kernel {command}" in result.output
+    group = typer.main.get_command(app)
+    for parameter in group.commands[command].params:  # type: ignore[attr-defined]
+        assert parameter.help, f"{command}: {parameter.name} has no help"
+        shown = parameter.opts[0] if parameter.param_type_name == "option" else parameter.name.upper()
+        assert shown in result.output
+
+
+def test_no_line_of_the_help_is_folded_on_a_terminal_of_80_columns() -> None:
+    group = typer.main.get_command(app)
+    for command in (group, *group.commands.values()):  # type: ignore[attr-defined]
+        assert max(map(len, (command.help or "").splitlines())) <= 78, command.name
+
+
+def test_help_and_version_import_nothing_heavy() -> None:
+    program = (
+        "import sys\n"
+        "from twinkle.cli import app\n"
+        "for argument in ('--help', '--version'):\n"
+        "    app([argument], standalone_mode=False)\n"
+        "heavy = {'torch', 'transformers', 'triton', 'kernels', 'liger_kernel', 'torch_npu'} & set(sys.modules)\n"
+        "sys.exit(f'imported: {heavy}' if heavy else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_installed_script_runs() -> None:
+    done = subprocess.run([SCRIPT, "--version"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, f"twinkle-kernel {twinkle.__version__}\n")
+
+
+# --- info -----------------------------------------------------------------------------------------------------------
+
+
+def test_info_lists_platforms_versions_ops_and_backends() -> None:
+    facts = run_json("info")
+    assert [platform["name"] for platform in facts["platforms"]] == list(PLATFORMS)
+    cpu, *others = facts["platforms"]
+    assert cpu == {"name": "cpu", "aliases": [], "device_type": "cpu", "present": True, "reason": None}
+    assert all(platform["present"] or platform["reason"] for platform in others)
+    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["versions"]["torch_npu"] is None
+    assert facts["ops"].keys() == registry.ops().keys()
+    for backends in facts["ops"].values():
+        assert set(registry.KNOWN_BACKENDS) <= backends.keys()
+        assert all(found["available"] == (found["reason"] is None) for found in backends.values())
+    assert facts["ops"]["rms_norm"]["torch"]["available"]
+    assert not facts["ops"]["sdpa_attention"]["inductor"]["available"]
+
+
+def test_info_says_each_reason_once() -> None:
+    text = run("info").output
+    liger = registry.availability(registry.get_op("rms_norm").implementations["liger"])
+    assert liger is not None
+    assert text.count(liger.text.partition("(")[0].strip()) == 1
+    assert "torch_npu        not installed" in text
+
+
+def test_info_names_a_broken_plug_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_registry: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "broken_ops.py").write_text("raise RuntimeError('no licence key')\n")
+    metadata = tmp_path / "broken_ops-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-ops\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[twinkle.kernel_ops]\nbroken = broken_ops:register\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(plugins, "_errors", None)
+    (plugin,) = run_json("info")["plugins"]
+    assert (plugin["name"], plugin["distribution"]) == ("broken", "broken-ops")
+    assert "no licence key" in plugin["error"]
+    assert "no licence key" in run("info").output
+    assert not caplog.records  # the output has it
+
+
+# --- plan -----------------------------------------------------------------------------------------------------------
+
+
+def test_plan_of_a_preset() -> None:
+    facts = run_json("plan", "tiny:qwen3", "--backend", "torch", "--device", "cpu")
+    assert (facts["model"], facts["class"], facts["device"]) == ("tiny:qwen3", "Qwen3ForCausalLM", "cpu")
+    assert facts["parameters"] == sum(parameter.numel() for parameter in presets.build("qwen3").parameters())
+    rows = {row["target"].rpartition(".")[2]: row for row in facts["rows"]}
+    assert (rows["Qwen3RMSNorm"]["state"], rows["Qwen3RMSNorm"]["instances"]) == ("installed", 9)
+    assert rows["LlamaRMSNorm"]["state"] == "unused"
+
+
+def test_plan_is_for_the_device_that_is_asked_for() -> None:
+    facts = run_json("plan", "tiny:llama", "--device", "ascend", "--dtype", "bf16")
+    assert (facts["device"], facts["dtype"]) == ("npu", "bfloat16")
+    assert "this machine has no accelerator" in run("plan", "tiny:llama").output or torch.accelerator.is_available()
+
+
+def test_plan_reads_a_folder_and_a_file_like_the_preset(saved_configs: Callable[[str], Path]) -> None:
+    folder = saved_configs("llama")
+    same = [run_json("plan", str(model)) for model in ("tiny:llama", folder, folder / "config.json")]
+    for facts in same:
+        del facts["model"]
+    assert same[0] == same[1] == same[2]
+
+
+def test_plan_prints_reasons_hidden_entries_and_what_is_not_covered() -> None:
+    text = run("plan", "tiny:qwen3_vl", "--backend", "torch").output
+    assert "qwen3_vl.Qwen3VLTextRMSNorm" in text
+    assert "backend torch is not registered for this op" in text
+    assert "Not covered by any entry" in text and "Qwen3VLVisionMLP" in text
+    assert "more entries name parts of other models" in text and "llama.LlamaRMSNorm" not in text
+    every = run("plan", "tiny:qwen3_vl", "--backend", "torch", "--all").output
+    assert "llama.LlamaRMSNorm" in every and "more entries" not in every
+
+
+@pytest.mark.parametrize("name", presets.PRESETS)
+def test_a_config_alone_gives_the_class_of_its_family(name: str) -> None:
+    source = models.ModelSource(name, config=presets.preset_config(name))
+    assert type(source.on_meta(None)).__name__ == presets.PRESETS[name].model
+
+
+def test_a_config_from_the_hub_is_taken_from_the_cache_without_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved_configs: Callable[[str], Path]
+) -> None:
+    from huggingface_hub import constants
+
+    cached = tmp_path / "models--someone--small"
+    snapshot = cached / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0" * 40)
+    (snapshot / "config.json").write_bytes((saved_configs("qwen2") / "config.json").read_bytes())
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(models, "_hub_answers", lambda endpoint: False)
+    assert run_json("plan", "someone/small")["class"] == "Qwen2ForCausalLM"
+
+
+def test_a_hub_that_does_not_answer_is_noticed_at_once() -> None:
+    assert models._hub_answers("http://127.0.0.1:9") is False
+
+
+def test_cutting_layers_cuts_what_has_one_value_a_layer() -> None:
+    config = presets.preset_config("gemma2")
+    cut_layers(config, 1)
+    assert (config.num_hidden_layers, len(config.layer_types)) == (1, 1)
+    vision_language = presets.preset_config("qwen3_vl")
+    cut_layers(vision_language, 1)
+    assert vision_language.text_config.num_hidden_layers == 1
+    assert len(auto_class(config).from_config(config).model.layers) == 1
+
+
+# --- verify ---------------------------------------------------------------------------------------------------------
+
+
+def test_verify_judges_each_entry_alone_and_all_together() -> None:
+    from transformers.models.qwen3 import modeling_qwen3
+
+    rotary = modeling_qwen3.apply_rotary_pos_emb
+    facts = run_json("verify", "tiny:qwen3", "--backend", "torch", "--device", "cpu")
+    assert (facts["device"], facts["dtype"], facts["ok"]) == ("cpu", "float32", True)
+    by_target = {entry["target"].rpartition(".")[2]: entry for entry in facts["entries"]}
+    norm, together = by_target["Qwen3RMSNorm"], by_target["all together"]
+    assert (norm["verdict"], norm["backends"], norm["sites"], norm["calls"]) == ("ok", ["torch"], 9, 9)
+    assert 0 < norm["used"] <= 1 and norm["worst"].startswith(("gradient of ", "logits"))
+    assert by_target["sdpa"]["verdict"] == "not installed"
+    assert by_target["sdpa"]["rows"][0]["tried"][0]["backend"] == "torch"
+    assert together["sites"] == sum(entry["sites"] for entry in facts["entries"] if entry is not together)
+    assert modeling_qwen3.apply_rotary_pos_emb is rotary
+
+
+def test_verify_of_a_config_with_fewer_layers(saved_configs: Callable[[str], Path]) -> None:
+    facts = run_json("verify", str(saved_configs("qwen3")), "--layers", "1", "--backend", "torch", "--dtype", "bf16")
+    norm = next(entry for entry in facts["entries"] if entry["target"].endswith("RMSNorm"))
+    assert (norm["sites"], norm["verdict"]) == (5, "ok")
+
+
+def test_verify_exits_with_3_when_nothing_could_be_verified() -> None:
+    result = run("verify", "tiny:qwen3", "--backend", "npu", "--device", "cpu")
+    assert result.exit_code == 3
+    assert "Nothing was verified" in result.output and "--backend inductor" in result.output
+
+
+def _register(name: str, forward: Callable[..., Any]) -> None:
+    register_backend("rms_norm", name, KernelImpl(lambda target: layer("Faulty", forward), lambda: (True, None)))
+
+
+def test_verify_exits_with_1_and_names_the_tensor_when_a_kernel_is_off(own_registry: None) -> None:
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(hidden_states, hidden_states.shape[-1:], self.weight, 1e-3)
+
+    _register("faulty", forward)
+    result = run("verify", "tiny:qwen3", "--backend", "faulty", "--json")
+    assert result.exit_code == 1
+    facts = json.loads(result.stdout)
+    entry = next(entry for entry in facts["entries"] if entry["target"].endswith("Qwen3RMSNorm"))
+    assert (facts["ok"], entry["verdict"]) == (False, "off")
+    assert entry["used"] > 1 and entry["worst"]
+    assert " off" in run("verify", "tiny:qwen3", "--backend", "faulty").output
+
+
+def test_verify_reports_a_kernel_that_raises_and_goes_on(own_registry: None) -> None:
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("illegal instruction")
+
+    _register("raising", forward)
+    result = run("verify", "tiny:qwen3", "--backend", "raising,torch")
+    assert result.exit_code == 1
+    assert "qwen3.Qwen3RMSNorm: RuntimeError: illegal instruction" in result.output
+    assert "Entries: 1 ok, 1 off" in result.output
+
+
+def test_verify_does_not_call_a_kernel_proved_that_was_never_called(own_registry: None) -> None:
+    class Refusing(torch.nn.Module):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            raise AssertionError
+
+        @staticmethod
+        def accepts_call(self: Any, hidden_states: torch.Tensor) -> str:
+            return "too small"
+
+    register_backend("rms_norm", "shy", KernelImpl(lambda target: Refusing, lambda: (True, None)))
+    result = run("verify", "tiny:qwen3", "--backend", "shy")
+    assert result.exit_code == 3
+    assert "not called" in result.output and "9 calls by the original: too small" in result.output
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+WRONG_USE = {
+    "unknown preset": (["plan", "tiny:qwen33"], ["unknown preset 'qwen33'", "did you mean 'qwen3'?"]),
+    "preset unlike any": (["plan", "tiny:zzzz"], ["unknown preset 'zzzz'", "known: cohere2"]),
+    "folder without config": (["plan", "{tmp}"], ["has no config.json", "tiny:<preset>"]),
+    "no such path": (["plan", "./nowhere"], ["no such file or folder: ./nowhere"]),
+    "preset without prefix": (["plan", "qwen3"], ["did you mean tiny:qwen3?"]),
+    "no Hub id": (["plan", "what is this"], ["no Hub id (owner/name)"]),
+    "offline": (["plan", "nobody/nothing"], ["nobody/nothing", "can't be reached", "folder with config.json"]),
+    "no JSON": (["plan", "{tmp}/broken.json"], ["can't be read as JSON"]),
+    "no model config": (["plan", "{tmp}/other.json"], ["names no model_type"]),
+    "unknown model type": (["plan", "{tmp}/new.json"], ["model type 'qwen99'", "pip install --upgrade transformers"]),
+    "invalid value": (["plan", "{tmp}/invalid.json"], ["no valid qwen3 config", "hidden_size"]),
+    "impossible model": (["plan", "{tmp}/impossible.json"], ["can't build this model", "ZeroDivisionError"]),
+    "too large": (["verify", "{tmp}/huge.json"], ["billion parameters", "--layers"]),
+    "unknown device": (["plan", "tiny:qwen3", "--device", "cdua"], ["unknown device 'cdua'", "did you mean 'cuda'?"]),
+    "absent device": (["verify", "tiny:qwen3", "--device", "npu"], ["no device 'npu' here", "torch_npu", "info"]),
+    "unknown backend": (["plan", "tiny:qwen3", "--backend", "tritn"], ["backend 'tritn'", "did you mean 'triton'?"]),
+    "unknown dtype": (["verify", "tiny:qwen3", "--dtype", "bf61"], ["unknown dtype 'bf61'", "known: float32"]),
+    "unwritable page": (["demo", "--html", "{tmp}/other.json/x.html"], ["can't write the report", "--html"]),
+}
+FILES = {
+    "broken.json": "{",
+    "other.json": '{"name": "something"}',
+    "new.json": '{"model_type": "qwen99"}',
+    "invalid.json": '{"model_type": "qwen3", "hidden_size": "x"}',
+    "impossible.json": '{"model_type": "qwen3", "num_attention_heads": 0}',
+    "huge.json": '{"model_type": "llama", "hidden_size": 65536, "num_hidden_layers": 100}',
+}
+
+
+@pytest.mark.parametrize("case", WRONG_USE)
+def test_wrong_use_is_one_line_with_the_remedy(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "_hub_answers", lambda endpoint: False)
+    for name, content in FILES.items():
+        (tmp_path / name).write_text(content)
+    arguments, fragments = WRONG_USE[case]
+    result = run(*(argument.replace("{tmp}", str(tmp_path)) for argument in arguments))
+    assert (result.exit_code, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("twinkle-kernel: ")
+    assert all(fragment in line for fragment in fragments), line
+
+
+def test_missing_transformers_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for arguments in (["plan", "tiny:qwen3"], ["verify", "tiny:qwen3"], ["demo"]):
+        result = run(*arguments)
+        assert result.exit_code == 2
+        assert "pip install 'twinkle-kernel[transformers]'" in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [["frobnicate"], ["plan"], ["verify", "tiny:qwen3", "--layers", "0"]])
+def test_wrong_arguments_have_exit_code_2(arguments: list[str]) -> None:
+    assert run(*arguments).exit_code == 2
+
+
+# --- what the commands share ------------------------------------------------------------------------------------------
+
+
+def test_sizes_have_three_digits() -> None:
+    assert [console.size(n) for n in (0, 999, 3_251_000, 56e9)] == ["0 B", "999 B", "3.25 MB", "56 GB"]
+    assert [console.count(n) for n in (12, 132_000, 999_999, 30.5e9)] == ["12", "132k", "1M", "30.5B"]
+
+
+def test_a_chain_may_be_repeated_and_hold_commas() -> None:
+    assert options.parse_chain(["inductor, torch", "liger"]) == ("inductor", "torch", "liger")
+    assert {choice.backends for choice in options.mapping_for(("torch",)).values()} == {("torch",)}
+
+
+def test_json_has_no_infinities(capsys: pytest.CaptureFixture[str]) -> None:
+    console.print_json({"used": float("inf"), "all": [float("nan"), 0.5]})
+    assert json.loads(capsys.readouterr().out) == {"used": None, "all": [None, 0.5]}
+
+
+def test_find_model_keeps_what_the_user_wrote() -> None:
+    assert find_model("tiny:qwen3") == models.ModelSource("tiny:qwen3", preset="qwen3")
