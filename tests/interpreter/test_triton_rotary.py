@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import Any
 
 import pytest
@@ -32,7 +31,7 @@ from twinkle.kernel.ops.rotary.triton import load
 from twinkle.kernel.targets import Site
 
 HEADS = by_device([1, 2, 3, 5], [1, 3, 8, 32])
-LENGTHS = by_device([1, 2, 5], [1, 7, 257])
+LENGTHS = by_device([1, 3], [1, 7, 257])
 HEAD_DIMS = by_device([4, 6, 16, 20], [4, 16, 80, 128, 256])
 
 
@@ -59,7 +58,7 @@ def draw_case(draw: Any) -> tuple[RotaryVariant, dict[str, Any], Any, torch.dtyp
     head_dim, length = draw(st.sampled_from(HEAD_DIMS)), draw(st.sampled_from(LENGTHS))
     width = head_dim // 4 * 2 if draw(st.booleans()) else head_dim  # half of the head turns, or all
     dtype, table_dtype = draw(dtypes), draw(st.sampled_from(DTYPES))
-    batch = draw(st.sampled_from([1, 2, 3]))
+    batch = draw(st.sampled_from([1, 2]))
     options: dict[str, Any] = {}
     table = width // 2 if dialect.table == "half_width" else width
     shape: tuple[int, ...]
@@ -91,11 +90,11 @@ def test_a_rotation_is_within_the_judgement(data: st.DataObject) -> None:
     variant, options, inputs, dtype = draw_case(data.draw)
     names = list(inputs(0))[: variant.tensors]
     needed = data.draw(st.sampled_from(list(subsets(names))))
-    small = min(inputs(0)[name].numel() for name in names) < 32
+    small = min(inputs(0)[name].numel() for name in names) < 16
     step: Step = assert_judged(
         *functions(variant, dtype, **options),
         inputs,
-        times=8 if small else 1,
+        times=4 if small else 1,
         needed=needed,
         gradient_layout=data.draw(gradient_layouts),
     )
@@ -109,15 +108,17 @@ def test_a_rotation_is_within_the_judgement(data: st.DataObject) -> None:
 @pytest.mark.parametrize("dialect", DIALECTS, ids=[str(number) for number in range(len(DIALECTS))])
 def test_every_dialect(dialect: Dialect) -> None:
     """Whole heads and halves, with and without a wider table: what the property test may not draw in few examples."""
-    for parameters, head_dim, part, table_dtype in itertools.product(
-        (SIGNATURES[0], SIGNATURES[-1]), (16, 20), (1, 2), (torch.bfloat16, torch.float32)
+    for parameters, head_dim, width, table_dtype in (
+        (SIGNATURES[0], 16, 16, torch.bfloat16),
+        (SIGNATURES[0], 20, 8, torch.float32),
+        (SIGNATURES[-1], 20, 20, torch.float32),
+        (SIGNATURES[-1], 16, 8, torch.bfloat16),
     ):
-        width = head_dim // part
         table = width // 2 if dialect.table == "half_width" else width
-        shapes = {"x": (2, 3, 5, head_dim), "q": (2, 3, 5, head_dim), "k": (2, 2, 5, head_dim)}
+        shapes = {name: (1, heads, 3, head_dim) for name, heads in (("x", 3), ("q", 3), ("k", 2))}
         names = parameters[: parameters.index("cos")]
         inputs = {n: laid_out(shapes[n], torch.bfloat16, "contiguous", i) for i, n in enumerate(names)}
-        inputs |= {n: laid_out((1, 5, table), table_dtype, "contiguous", 7 + i) for i, n in enumerate(("cos", "sin"))}
+        inputs |= {n: laid_out((1, 3, table), table_dtype, "contiguous", 7 + i) for i, n in enumerate(("cos", "sin"))}
         step = assert_judged(
             *functions(RotaryVariant(dialect, True, parameters), torch.bfloat16),
             lambda _, i=inputs: i,
@@ -137,13 +138,12 @@ def test_a_gradient_of_one_result_only() -> None:
     assert gradients[1][0] is None and gradients[0][0] is not None and not gradients[0][0].any()
 
 
-@pytest.mark.parametrize("needed", list(subsets(["q", "k"])), ids=str)
-@pytest.mark.parametrize("number", [0, 2, 4, 7, 8])
+@pytest.mark.parametrize(("number", "needed"), [(0, {"q"}), (2, {"k"}), (4, {"q"}), (7, {"q", "k"}), (8, {"q", "k"})])
 def test_second_derivatives_are_the_formulas(number: int, needed: set[str]) -> None:
     dialect = DIALECTS[number]
-    for unsqueeze_dim, shape in ((1, (2, 3, 5, 8)), (2, (2, 5, 3, 8)), (0, (2, 3, 5, 8))):
+    for unsqueeze_dim, shape in ((1, (2, 2, 3, 8)), (2, (2, 3, 2, 8)), (0, (2, 2, 3, 8))):
         width = 4 if dialect.table == "half_width" else 8
-        table = (2, 5, width) if unsqueeze_dim else (5, width)
+        table = (2, 3, width) if unsqueeze_dim else (3, width)
         inputs = {n: laid_out(shape, torch.float32, "contiguous", i) for i, n in enumerate("qk")}
         inputs |= {n: laid_out(table, torch.float32, "contiguous", 5 + i) for i, n in enumerate(("cos", "sin"))}
         pair = functions(RotaryVariant(dialect, True, SIGNATURES[0]), torch.float32, unsqueeze_dim=unsqueeze_dim)[:2]
@@ -178,7 +178,7 @@ def call(**changes: Any) -> dict[str, Any]:
 ONES = functools.partial(torch.ones, device=DEVICE)
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "heads before the sequence, said otherwise": ({"unsqueeze_dim": 2}, "not as long as the sequence"),
+    "heads before the sequence, said otherwise": ({"unsqueeze_dim": 2}, "more than their heads"),
     "a place from the end": ({"unsqueeze_dim": -3}, "a place for the heads"),
     "a table without batch": ({"cos": (5, 16), "sin": (5, 16)}, "a place for the heads"),
     "another batch": ({"cos": (3, 5, 16), "sin": (3, 5, 16)}, "as many as the batch"),

@@ -266,10 +266,10 @@ def load(target: Any, site: Site) -> Callable[..., Any]:
         found = call_reason(*tensors, cos, sin)
         if found is None and (cos.requires_grad or sin.requires_grad):
             found = "cos or sin needs a gradient"
-        if found is None and (
-            tensors[0].dtype != tensors[-1].dtype or cos.dtype != sin.dtype or cos.shape != sin.shape
-        ):
-            found = "query and key differ in dtype, or cos and sin in dtype or shape"
+        if found is None and (tensors[0].dtype != tensors[-1].dtype or cos.dtype != sin.dtype):
+            found = "query and key, or cos and sin, differ in dtype"
+        if found is None and cos.shape != sin.shape:
+            found = "cos and sin differ in shape"
         if found is None:
             # While a compiler traces, sizes may be symbols, which can't be a cache's key.
             ask = shape_reason if is_compiling() else known_shape_reason
