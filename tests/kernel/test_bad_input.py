@@ -120,7 +120,8 @@ def test_no_device(qwen3: nn.Module, device: Any) -> None:
         (dict, ["the class builtins.dict is no nn.Module subclass"]),
         (f"{TOYS}.Outer", ["tests.support.toys.Outer is no nn.Module subclass"]),
     ],
-    ids=str,
+    # Not str alone: an address in a name would differ between the processes that share the tests.
+    ids=lambda value: getattr(value, "__name__", None) or str(value),
 )
 def test_a_key_of_no_kind(qwen3: nn.Module, key: Any, words: list[str]) -> None:
     refused(qwen3, {key: choice()}, *words)

@@ -192,11 +192,13 @@ class Undone:
         modules: modules that have their original class again.
         patches: attributes that have their original value again.
         not_undone: one reason per change that was left, because somebody else changed the same thing since.
+        shared: process-wide attributes that another model still claims; their originals return with its undo.
     """
 
     modules: int = 0
     patches: int = 0
     not_undone: tuple[Reason, ...] = ()
+    shared: tuple[str, ...] = ()
 
 
 def unkernelize(model: nn.Module) -> Undone:
@@ -213,7 +215,7 @@ def unkernelize(model: nn.Module) -> Undone:
         journals = journals_of(model)
         not_undone: list[Reason] = []
         modules = {module: name for name, module in model.named_modules()}
-        patches = 0
+        patches, shared = 0, list[str]()
         for journal in journals:
             for owner in [m for m in journal.models if _is_same_model(m, model)]:
                 forget_model(owner, journal)
@@ -222,7 +224,9 @@ def unkernelize(model: nn.Module) -> Undone:
                 journal.patches.clear()
                 unreturned = release(journal, claimed)
                 not_undone += unreturned
-                patches += sum(patch_.owner is not None for patch_ in claimed) - len(unreturned)
+                shared += [patch_.where for patch_ in claimed if patch_.claimed]
+                gone = sum(patch_.owner is None for patch_ in claimed if not patch_.claimed)
+                patches += sum(not patch_.claimed for patch_ in claimed) - gone - len(unreturned)
                 journal.rows.clear()
         # Where an installer had put another child, the model has its own again now.
         modules |= {module: name for name, module in model.named_modules()}
@@ -233,7 +237,7 @@ def unkernelize(model: nn.Module) -> Undone:
             restored += is_ours and installed_on(type(module)) is None
     for reason in not_undone:
         logger.warning("not undone: %s", reason)
-    return Undone(restored, patches, tuple(not_undone))
+    return Undone(restored, patches, tuple(not_undone), tuple(shared))
 
 
 def _restore_module(name: str, module: nn.Module, journals: list[Journal]) -> list[Reason]:

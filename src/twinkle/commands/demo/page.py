@@ -28,6 +28,7 @@ p { margin: .4rem 0; }
 ul.checks { list-style: none; margin: 0; padding: 0; }
 ul.checks li { padding: .5rem .75rem; margin: .4rem 0; border-left: 4px solid var(--good); background: var(--card); }
 ul.checks li.failed { border-color: var(--bad); }
+ul.checks li { overflow-wrap: anywhere; }
 ul.checks b { display: block; }
 .plots { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); }
 .plots h2 { margin-top: 1rem; }
@@ -43,7 +44,7 @@ svg text { fill: var(--dim); font-size: 13px; }
 .key::before { content: ""; display: inline-block; width: 1.6rem; margin-right: .4rem; vertical-align: middle;
   border-top: 2px solid var(--kernelized); }
 .key.original::before { border-top: 7px solid var(--original); }
-.key.dots::before { width: .5rem; border: 4px solid var(--kernelized); border-radius: 50%; height: 0; }
+.key.dots::before { width: 8px; height: 8px; border: 0; border-radius: 4px; background: var(--kernelized); }
 circle.kernelized { fill: var(--kernelized); }
 .key.allowed::before { border-top: 2px dashed var(--allowed); }
 .scroll { overflow-x: auto; }
@@ -160,9 +161,11 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequen
     """A table that scrolls sideways on its own; the columns named in ``numbers`` are right-aligned."""
 
     def line(tag: str, values: Sequence[str]) -> str:
-        css = ["number" if name in numbers else "name" if column == 0 else "" for column, name in enumerate(header)]
-        cells = zip(css, values, strict=True)
-        return f"<tr>{''.join(f'<{tag} class={name!r}>{escape(value)}</{tag}>' for name, value in cells)}</tr>"
+        cells = []
+        for name, value in zip(header, values, strict=True):
+            css = "number" if name in numbers else "name" if name == "target" else ""  # targets stay on one line
+            cells.append(f'<{tag} class="{css}">{escape(value)}</{tag}>')
+        return f"<tr>{''.join(cells)}</tr>"
 
     body = "".join(line("td", row) for row in rows)
     return f'<div class="scroll"><table><thead>{line("th", header)}</thead><tbody>{body}</tbody></table></div>'

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from twinkle.kernel.registry import KernelImpl, OpDefinition, register_backend_for_every_op
@@ -85,10 +87,13 @@ def _no_compiler() -> Reason | None:
     from torch._inductor import config
 
     candidates = [name for name in config.cpp.cxx if name] if isinstance(config.cpp.cxx, tuple) else [config.cpp.cxx]
-    if any(shutil.which(name) for name in candidates):
-        return None
-    looked_for = ", ".join(candidates)
-    return Reason("no-compiler", f"no C++ compiler found (looked for {looked_for})", "install g++ or set CXX")
+    if not any(shutil.which(name) for name in candidates):
+        looked_for = ", ".join(candidates)
+        return Reason("no-compiler", f"no C++ compiler found (looked for {looked_for})", "install g++ or set CXX")
+    header = Path(sysconfig.get_path("include"), "Python.h")  # every compiled kernel includes it
+    if not header.exists():
+        return Reason("no-headers", f"Python's C headers are missing (looked for {header})", "install python3-dev")
+    return None
 
 
 register_backend_for_every_op("inductor", inductor_impl)

@@ -35,7 +35,7 @@ def interpreted() -> bool:
 def available() -> tuple[bool, Reason | None]:
     """Whether Triton is here and has something to run on."""
     if importlib.util.find_spec("triton") is None:
-        return False, Reason("no-package", "the package triton is not installed")
+        return False, Reason("no-package", "the package triton is not installed", "pip install triton, where a GPU is")
     try:
         if interpreted():
             return True, None
@@ -56,7 +56,10 @@ def device_reason(site: Site) -> Reason | None:
 
 
 class Rows(NamedTuple):
-    """How to find the rows of a tensor ``[..., H]`` without a copy: up to three row dimensions and their strides."""
+    """How to find the rows of a tensor ``[..., H]`` without a copy: up to three row dimensions and their strides.
+
+    Those that are there come first. A missing one has size 1, which Triton compiles in, so that no division is left.
+    """
 
     total: int
     middle: int
@@ -80,7 +83,7 @@ def rows_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> Rows | None:
             merged.append((size, stride))
     if len(merged) > 3:
         return None
-    (outer, outer_stride), (middle, middle_stride), (inner, stride) = [(1, 0)] * (3 - len(merged)) + merged
+    (outer, outer_stride), (middle, middle_stride), (inner, stride) = merged + [(1, 0)] * (3 - len(merged))
     column_stride = strides[-1] if shape[-1] != 1 else 1
     return Rows(outer * middle * inner, middle, inner, outer_stride, middle_stride, stride, column_stride)
 
@@ -148,7 +151,7 @@ _launchable: tuple[str, ...] = ()
 def launchable(device: torch.device) -> bool:
     """Whether Triton can run programs on a device."""
     global _launchable
-    if not _launchable:  # once, before any compiler traces through here
+    if not _launchable:
         _launchable = (*GPU_TYPES, "cpu") if interpreted() else GPU_TYPES
     return device.type in _launchable
 
@@ -350,6 +353,7 @@ def library_op(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
+        launchable(torch.device("meta"))  # finds out what a compiler could not trace
         make: Any = torch.library.custom_op if interpreted() else torch.library.triton_op
         op = make(name, function, mutates_args=())
         op.register_fake(fake)

@@ -44,9 +44,9 @@ def _layout(*tensors: torch.Tensor) -> tuple[int, int, list[int]] | None:
     strides = []
     for tensor in tensors:
         rows = rows_of(tensor.shape, tensor.stride())
-        if rows is None or rows.inner != rows.total or rows.column_stride != 1:
+        if rows is None or (rows.middle, rows.inner, rows.column_stride) != (1, 1, 1):
             return None
-        strides.append(rows.stride)
+        strides.append(rows.outer_stride)
     return first.numel() // first.shape[-1], first.shape[-1], strides
 
 

@@ -168,8 +168,7 @@ def _rows(tensor: torch.Tensor | None) -> Rows:
         return _NO_ROWS
     if tensor.is_contiguous():  # also the only case while a compiler traces, whose sizes can't be cache keys
         width = tensor.shape[-1]
-        count = tensor.numel() // width
-        return Rows(count, 1, count, 0, 0, width, 1)
+        return Rows(tensor.numel() // width, 1, 1, width, 0, 0, 1)
     rows = rows_of(tensor.shape, tensor.stride())
     assert rows is not None
     return rows
