@@ -23,12 +23,13 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv demo test test-interpreter lint types coverage clean distclean
+.PHONY: help venv demo test test-interpreter test-slow lint types coverage clean distclean
 
 help:
 	@echo "make demo              set up (first call), then train a small Qwen3 with and without kernels and compare"
 	@echo "make test              set up (first call), then the whole test suite with coverage"
 	@echo "make test-interpreter  only the tests that run Triton kernels on the CPU (TRITON_INTERPRET=1)"
+	@echo "make test-slow         the tests that 'make test' leaves out: whole models through interpreted Triton kernels"
 	@echo "make lint              ruff"
 	@echo "make types             mypy"
 	@echo "make coverage          HTML pages of the coverage that the last 'make test' measured"
@@ -97,7 +98,11 @@ demo: $(DEMO_STAMP)
 
 # TRITON_INTERPRET holds for a whole process, hence two runs. Their coverage adds up, and the second judges the sum.
 test-interpreter: $(TEST_STAMP)
-	@TRITON_INTERPRET=1 $(PYTEST) tests/interpreter --cov --cov-report=
+	@TRITON_INTERPRET=1 $(PYTEST) tests/interpreter -m "not slow" --cov --cov-report=
+
+# Whole models through interpreted kernels.
+test-slow: $(TEST_STAMP)
+	@TRITON_INTERPRET=1 $(PYTEST) tests/interpreter -m slow
 
 test: test-interpreter
 	@$(PYTEST) tests --ignore=tests/interpreter \

@@ -56,31 +56,34 @@ def runner(op: str, direction: str, width: int, elements: int) -> Callable[[], A
     """A call that launches one kernel on bf16 tensors of about ``elements`` elements."""
     rows = max(1, elements // width)
     if op == "rms_norm":
-        from twinkle.kernel.ops.rms_norm import triton as module
+        from twinkle.kernel.ops.rms_norm import triton_launch as norm
+        from twinkle.kernel.ops.triton_support import launch, workspace
 
         x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
         weight = torch.randn(width, device="cuda", dtype=torch.bfloat16)
-        y, dx = torch.empty_like(x), torch.empty_like(x)
+        y, dx, dw = torch.empty_like(x), torch.empty_like(x), torch.empty_like(weight)
+        kind = (1e-6, 0.0, "before")
+        key = norm.layout_of(x, weight, None, kind)
 
         def forward() -> torch.Tensor:
-            return module._forward(module.launch, x, weight, None, y, 1e-6, 0.0, "before")
+            return norm.launch_forward(launch, key, x, weight, None, y, kind)
 
         rstd = forward()
-        arrived = module._counters_of_stream(x.device)
 
-        def backward() -> Any:
-            return module._backward(module.launch, y, x, weight, None, rstd, dx, None, 0.0, arrived)
+        def backward() -> None:
+            norm.launch_backward(launch, key, y, x, weight, None, rstd, (dx, dw, None), 0.0, workspace)
 
         return forward if direction == "forward" else backward
     if op == "glu":
         from twinkle.kernel.ops.glu import triton as module
 
-        gate, up, out, dgate, dup = (
-            torch.randn(rows, width, device="cuda", dtype=torch.bfloat16) for _ in range(5)
-        )
+        grad, gate, up, dgate, dup = (torch.randn(rows, width, device="cuda", dtype=torch.bfloat16) for _ in range(5))
+        kernels = module.kernels
         if direction == "forward":
-            return lambda: module._forward(module.launch, gate, up, out, "silu")
-        return lambda: module._backward(module.launch, (out, gate, up, dgate, dup), "silu")
+            tensors = (gate, up, grad)
+            return lambda: module._launch(module.launch, op, kernels.forward_kernel, direction, tensors, "silu")
+        tensors = (grad, gate, up, dgate, dup)
+        return lambda: module._launch(module.launch, op, kernels.backward_kernel, direction, tensors, "silu")
     from twinkle.kernel.ops.rotary import triton as module
 
     length = max(1, elements // (4 * 40 * width))
@@ -89,18 +92,19 @@ def runner(op: str, direction: str, width: int, elements: int) -> Callable[[], A
     cos, sin = (torch.randn(1, length, width, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     outputs = (torch.empty_like(q), torch.empty_like(k))
     turn_back = direction == "backward"
-    return lambda: module._launch(module.launch, (q, k), outputs, cos, sin, 0, 1, turn_back)
+    return lambda: module._launch(module.launch, op, (q, k), outputs, cos, sin, 0, 1, turn_back)
 
 
 def use(op: str, configuration: tuple[int, ...]) -> None:
     """Makes a kernel's launches use a configuration."""
     from twinkle.kernel.ops import triton_support
     from twinkle.kernel.ops.glu import triton as glu
-    from twinkle.kernel.ops.rms_norm import triton as rms_norm
+    from twinkle.kernel.ops.rms_norm import triton_launch as rms_norm
     from twinkle.kernel.ops.rotary import triton as rotary
 
     module = {"rms_norm": rms_norm, "glu": glu, "rotary": rotary}[op]
     module.tuned = lambda *_: configuration  # type: ignore[attr-defined]
+    rms_norm._known_shape.cache_clear()
     triton_support._prepared.clear()
 
 

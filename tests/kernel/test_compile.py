@@ -28,8 +28,6 @@ from twinkle.kernel import kernelize
 from twinkle.kernel.report import report
 from twinkle.kernel.undo import unkernelize
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(autouse=True)
 def no_graphs_of_others():

@@ -11,7 +11,7 @@ from torch import distributed, multiprocessing
 
 from tests.support.distributed_cases import CASES, WORLD, worker
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+pytestmark = pytest.mark.multiprocess
 
 
 @pytest.mark.skipif(not distributed.is_available(), reason="this torch was built without torch.distributed")

@@ -7,7 +7,7 @@ ones. TRITON_TEST_EXAMPLES sets how many examples a property test draws.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -132,7 +132,7 @@ class Step:
         self,
         function: Function,
         inputs: Mapping[str, torch.Tensor | None],
-        needed: set[str],
+        needed: Collection[str],
         seeds: Callable[[torch.Tensor, int], torch.Tensor],
     ) -> None:
         given = {name: None if t is None else t.detach().requires_grad_(name in needed) for name, t in inputs.items()}
@@ -168,7 +168,7 @@ def assert_judged(
     inputs: Inputs,
     *,
     times: int = 1,
-    needed: set[str] | None = None,
+    needed: Collection[str] | None = None,
     gradient_layout: str = "contiguous",
 ) -> Step:
     """Runs a kernel, the formula that it replaces and the same in fp64, forward and backward, and judges the kernel.
@@ -200,7 +200,7 @@ def _three_steps(
     original: Function,
     exact: Function,
     inputs: Mapping[str, torch.Tensor | None],
-    needed: set[str] | None,
+    needed: Collection[str] | None,
     gradient_layout: str,
     number: int,
 ) -> tuple[Step, Step, Step]:
@@ -226,7 +226,9 @@ def times_for(rows: Sequence[int], width: int) -> int:
     return 8 if width < 4 or torch.Size(rows).numel() * width < 32 else 1
 
 
-def second_derivatives(function: Function, inputs: Mapping[str, torch.Tensor], needed: set[str]) -> list[torch.Tensor]:
+def second_derivatives(
+    function: Function, inputs: Mapping[str, torch.Tensor], needed: Collection[str]
+) -> list[torch.Tensor]:
     """The gradients of the squared norm of the gradients of a weighted sum: a use of ``create_graph=True``."""
     given = {name: t.detach().requires_grad_(name in needed) for name, t in inputs.items()}
     wrt = [given[name] for name in given if name in needed]
@@ -235,7 +237,7 @@ def second_derivatives(function: Function, inputs: Mapping[str, torch.Tensor], n
     return list(torch.autograd.grad(sum((g.double() ** 2).sum() for g in gradients), wrt))  # type: ignore[arg-type]
 
 
-def subsets(names: Sequence[str]) -> Iterator[set[str]]:
-    """All subsets of names but the empty one."""
+def subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """All subsets of names but the empty one; in order, since they name tests, which several processes share."""
     for bits in range(1, 1 << len(names)):
-        yield {name for i, name in enumerate(names) if bits >> i & 1}
+        yield tuple(name for i, name in enumerate(names) if bits >> i & 1)

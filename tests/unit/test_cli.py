@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 import twinkle
 from twinkle import presets
 from twinkle.cli import app
-from twinkle.commands import console, models, options
+from twinkle.commands import console, models, options, verify
 from twinkle.commands.models import auto_class, cut_layers, find_model
 from twinkle.kernel import plugins, registry
 from twinkle.kernel.ops.derived import layer
@@ -260,6 +261,33 @@ def test_verify_exits_with_1_and_names_the_tensor_when_a_kernel_is_off(own_regis
     assert (facts["ok"], entry["verdict"]) == (False, "off")
     assert entry["used"] > 1 and entry["worst"]
     assert " off" in run("verify", "tiny:qwen3", "--backend", "faulty").output
+
+
+@pytest.mark.parametrize(("off_for", "exit_code"), [(1, 0), (2, 1)])
+def test_verify_judges_by_most_of_three_inputs(off_for: int, exit_code: int, own_registry: None) -> None:
+    calls = iter(range(1000))
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        right = torch.nn.functional.rms_norm(
+            hidden_states, hidden_states.shape[-1:], self.weight, self.variance_epsilon
+        )
+        call = next(calls) % 15  # 5 norms, 3 inputs; alone, then together with the other entries
+        return right * 1.1 if call < 5 * off_for else right
+
+    _register("moody", forward)
+    assert run("verify", "tiny:llama", "--backend", "moody").exit_code == exit_code
+
+
+def test_verify_takes_inputs_for_which_no_token_changes_its_expert() -> None:
+    original = presets.build("qwen3_moe")
+    assert len(list(verify.comparable_inputs(original, copy.deepcopy(original)))) == verify.INPUTS
+    other = copy.deepcopy(original)
+    for name, parameter in other.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            parameter.data.neg_()
+    assert list(verify.comparable_inputs(original, other)) == []
+    dense = presets.build("llama")
+    assert len(list(verify.comparable_inputs(dense, dense))) == verify.INPUTS
 
 
 def test_verify_reports_a_kernel_that_raises_and_goes_on(own_registry: None) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import sysconfig
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,16 +73,29 @@ def inductor_impl(op: OpDefinition) -> KernelImpl:
         return missing is None, missing
 
     def load(target: Any, site: Any) -> Any:
-        import torch
-
         reference: Any = op.load_reference().build(site.variant)
         if not isinstance(reference, type):
-            return torch.compile(reference)
-        compiled = torch.compile(cast("type[nn.Module]", reference).forward)
+            return _compiled(reference)
+        compiled = _compiled(cast("type[nn.Module]", reference).forward)
         # A compiled callable is no function, so it wouldn't bind as a method.
         return layer(f"Inductor{reference.__name__}", lambda self, *args, **kwargs: compiled(self, *args, **kwargs))
 
     return KernelImpl(load, available)
+
+
+def _compiled(function: Any) -> Callable[..., Any]:
+    """``function`` through ``torch.compile``, with a code object of its own.
+
+    The compiler counts variants by code object and, beyond eight, runs the rest uncompiled; what other models compiled
+    from the same lines must not count.
+    """
+    import torch
+
+    own = types.FunctionType(
+        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    own.__kwdefaults__ = function.__kwdefaults__
+    return torch.compile(functools.update_wrapper(own, function))
 
 
 def _no_compiler() -> Reason | None:

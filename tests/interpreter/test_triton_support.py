@@ -1,0 +1,397 @@
+"""What all Triton kernels share: addressing, remembered launches, workspaces, tuned configurations, availability."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+from importlib import resources
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.triton_device import DEVICE, NO_GPU, ON_GPU, examples, laid_out
+from twinkle.kernel.ops import triton_support
+from twinkle.kernel.ops.glu.triton import fused_glu, glu
+from twinkle.kernel.ops.rms_norm import triton_launch
+from twinkle.kernel.ops.rms_norm.reference import rms_norm as formula
+from twinkle.kernel.ops.rms_norm.triton import rms_norm
+from twinkle.kernel.ops.triton_support import Launch, far, launch, rows_of, tuned, workspace
+from twinkle.kernel.targets import Site
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def addresses(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
+    """The offset of every row's first element, in order."""
+    ranges = [range(size) for size in shape[:-1]]
+    return [sum(i * s for i, s in zip(at, strides, strict=False)) for at in itertools.product(*ranges)]
+
+
+def addresses_by_kernel(rows: triton_support.Rows) -> list[int]:
+    """The same as the programs compute them."""
+    found = []
+    for row in range(rows.total):
+        outer = row // rows.inner
+        middle = (outer // rows.middle) * rows.outer_stride + (outer % rows.middle) * rows.middle_stride
+        found.append(middle + (row % rows.inner) * rows.stride)
+    return found
+
+
+sizes = st.lists(st.tuples(st.integers(1, 4), st.sampled_from([0, 1, 2, 3, 4, 8, 12, 24, 2**31, 2**33])), max_size=5)
+
+
+@examples
+@given(dimensions=sizes, width=st.integers(1, 5), column_stride=st.sampled_from([1, 2, 7]))
+def test_rows_are_where_the_strides_say(dimensions: list[tuple[int, int]], width: int, column_stride: int) -> None:
+    shape = (*(size for size, _ in dimensions), width)
+    strides = (*(stride for _, stride in dimensions), column_stride)
+    rows = rows_of(shape, strides)
+    if rows is None:
+        assert sum(size > 1 for size in shape[:-1]) > 3
+        return
+    assert addresses_by_kernel(rows) == addresses(shape, strides)
+    assert rows.column_stride == (column_stride if width > 1 else 1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "permutation", "middle", "inner"),
+    [
+        ((2, 3, 4, 8), (0, 1, 2, 3), 1, 1),  # all in one line
+        ((2, 3, 4, 8), (2, 0, 1, 3), 6, 1),  # two of three
+        ((2, 3, 4, 8), (0, 2, 1, 3), 4, 3),  # none
+        ((1, 5, 1, 8), (2, 1, 0, 3), 1, 1),
+    ],
+)
+def test_neighbours_that_lie_in_one_line_are_one_dimension(
+    shape: tuple[int, ...], permutation: tuple[int, ...], middle: int, inner: int
+) -> None:
+    """What is left over has size 1, which Triton compiles in: no division is left in the program."""
+    t = torch.empty(shape).permute(permutation)
+    rows = rows_of(t.shape, t.stride())
+    assert rows is not None
+    assert (rows.middle, rows.inner) == (middle, inner)
+
+
+def test_more_than_three_dimensions_are_followed_only_where_they_merge() -> None:
+    t = torch.empty(2, 3, 4, 5, 6, 8)
+    assert rows_of(t.shape, t.stride()) is not None
+    gaps = t[:, ::2, ::2, ::2]
+    assert rows_of(gaps.shape, gaps.stride()) is None
+
+
+def test_far_is_what_32_bits_do_not_reach() -> None:
+    assert not far((2**16, 2**15)) and not far((2**31 // 3, 3)) and not far((2**40, 1), (5, 0))
+    assert far((3, 2**30)) and far((5, 1), (2**16 + 1, 2**15))
+
+
+def test_every_row_is_found_beyond_32_bits() -> None:
+    """Of a tensor that only the meta device has room for."""
+    t = torch.empty(2**20 + 1, 4, 2**12, dtype=torch.bfloat16, device="meta").transpose(0, 1)
+    rows = rows_of(t.shape, t.stride())
+    assert rows is not None and rows.total == 4 * (2**20 + 1)
+    last = rows.total - 1
+    assert t.numel() > 2**33
+    outer = last // rows.inner
+    offset = (outer // rows.middle) * rows.outer_stride + (outer % rows.middle) * rows.middle_stride
+    assert offset + (last % rows.inner) * rows.stride + t.shape[-1] == t.numel()
+
+
+# --- remembered launches ----------------------------------------------------------------------------------------------
+
+
+class _Kernel:
+    """Notes what it is launched with, in the place of a compiled kernel."""
+
+    arg_names = ("a", "b", "n", "SIZE")
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[Any, ...]] = []
+        self.quick: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def run(*arguments: Any, **constants: Any) -> Any:
+            self.compiled.append((grid, *arguments, constants))
+            return _Program(self)
+
+        return run
+
+
+class _Program:
+    packed_metadata = "metadata"
+    function = "function"
+
+    def __init__(self, kernel: _Kernel) -> None:
+        self.kernel = kernel
+
+    def run(self, *arguments: Any) -> None:
+        self.kernel.quick.append(arguments)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments: self.kernel.quick.append(("public", grid, *arguments))
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> _Kernel:
+    class _Driver:
+        @staticmethod
+        def get_current_stream(device: Any) -> str:
+            return f"stream of {device}"
+
+    from triton.runtime.driver import driver
+
+    monkeypatch.setattr(driver, "_active", _Driver)
+    monkeypatch.setattr(triton_support, "_prepared", {})
+    monkeypatch.setattr(triton_support, "several_devices", lambda: False)
+    return _Kernel()
+
+
+def tensors(offset: int = 0) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return torch.zeros(32, dtype=torch.bfloat16)[offset:][:16], None
+
+
+def made() -> Launch:
+    return Launch((7,), (5,), {"SIZE": 16}, 4)
+
+
+def test_a_launch_like_an_earlier_one_goes_to_the_program_at_once(kernel: _Kernel) -> None:
+    first, second = tensors(), tensors()
+    launch(kernel, "key", first, made)
+    launch(kernel, "key", second, lambda: pytest.fail("it was known"))
+    assert [entry[1:4] for entry in kernel.compiled] == [(*first, 5)]
+    ((*where, enter, leave, a, b, n, size),) = kernel.quick
+    assert where == [7, 1, 1, "stream of None", "function", "metadata", None]
+    assert (enter, leave, b, n, size) == (None, None, None, 5, 16)
+    assert a is second[0]
+
+
+def test_another_key_and_another_kernel_are_other_launches(kernel: _Kernel) -> None:
+    other = _Kernel()
+    for one, key in ((kernel, "a"), (kernel, "b"), (other, "a")):
+        launch(one, key, tensors(), made)
+    assert (len(kernel.compiled), len(other.compiled), kernel.quick) == (2, 1, [])
+
+
+def test_a_misaligned_tensor_takes_tritons_own_way(kernel: _Kernel) -> None:
+    """Programs are compiled for addresses that are multiples of 16."""
+    launch(kernel, "key", tensors(), made)
+    for _ in range(2):
+        launch(kernel, "key", tensors(1), made)
+    assert (len(kernel.compiled), kernel.quick) == (3, [])
+    launch(kernel, "key", tensors(8), made)
+    assert (len(kernel.compiled), len(kernel.quick)) == (3, 1)
+
+
+def test_a_misaligned_tensor_first_leaves_no_program_behind(kernel: _Kernel) -> None:
+    launch(kernel, "key", tensors(1), made)
+    launch(kernel, "key", tensors(), made)
+    assert (len(kernel.compiled), kernel.quick) == (2, [])
+
+
+def test_no_more_launches_are_remembered_than_allowed(kernel: _Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_support, "MOST_PREPARED", 3)
+    for number in range(5):
+        launch(kernel, number, tensors(), made)
+        assert len(triton_support._prepared) <= 3
+    launch(kernel, 4, tensors(), made)
+    assert (len(kernel.compiled), len(kernel.quick)) == (5, 1)
+
+
+def test_hooks_and_other_tritons_get_the_public_way(kernel: _Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    hook = lambda metadata: None  # noqa: E731
+    triton.knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        for _ in range(2):
+            launch(kernel, "with a hook", tensors(), made)
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(hook)
+    launch(kernel, "with a hook", tensors(), made)
+    monkeypatch.setattr(triton, "__version__", "3.7.0")
+    for _ in range(2):
+        launch(kernel, "another Triton", tensors(), made)
+    assert [entry[0] == "public" for entry in kernel.quick] == [True, False, True]
+    assert kernel.quick[0][1] == (7, 1, 1)
+
+
+def test_several_devices_are_each_made_current(kernel: _Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[str] = []
+
+    @contextlib.contextmanager
+    def on_device(tensor: torch.Tensor) -> Any:
+        current.append(f"{tensor.device}")
+        yield
+        current.append("left")
+
+    monkeypatch.setattr(triton_support, "several_devices", lambda: True)
+    monkeypatch.setattr(triton_support, "on_device", on_device)
+    for _ in range(2):
+        launch(kernel, "key", tensors(), made)
+    assert current == ["cpu", "left"] * 2
+    assert len(kernel.quick) == 1
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+def test_real_launches_alternate_between_aligned_and_not(dtype: torch.dtype) -> None:
+    """The same shapes and strides, so the same key, at addresses of every kind."""
+    room = laid_out((8, 64), dtype, "contiguous", 1).flatten()
+    weight = laid_out((16,), dtype, "contiguous", 2)
+    for offset in (0, 1, 16, 3, 0, 8, 2):
+        x = room[offset : offset + 128].view(8, 16)
+        expected = formula(x, weight, 1e-6, compute_dtype=torch.float64).to(dtype)
+        torch.testing.assert_close(rms_norm(x, weight, None, 1e-6, 0.0, "before"), expected, rtol=2e-2, atol=2e-2)
+        shifted = torch.empty(17, dtype=dtype, device=DEVICE)[1:].copy_(weight)
+        torch.testing.assert_close(rms_norm(x, shifted, None, 1e-6, 0.0, "before"), expected, rtol=2e-2, atol=2e-2)
+        up = room[offset + 128 : offset + 256].view(8, 16)
+        product = (torch.nn.functional.silu(x.double()) * up.double()).to(dtype)
+        torch.testing.assert_close(glu(x, up, "silu"), product, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(fused_glu(torch.cat((x, up), -1), "silu"), product, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.skipif(not ON_GPU, reason=NO_GPU)
+def test_real_launches_are_remembered_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_support, "_prepared", {})
+    monkeypatch.setattr(triton_support, "MOST_PREPARED", 6)
+    weight = laid_out((64,), torch.float32, "contiguous", 2).requires_grad_()
+    for rows in (1, 2, 3, 4, 5, 1, 2):
+        for seed in (1, 2):
+            x = laid_out((rows, 64), torch.float32, "contiguous", seed).requires_grad_()
+            y, expected = rms_norm(x, weight, None, 1e-6, 0.0, "before"), formula(x, weight, 1e-6)
+            seeds = torch.ones_like(y)
+            for ours, theirs in zip(
+                (y, *torch.autograd.grad(y, (x, weight), seeds)),
+                (expected, *torch.autograd.grad(expected, (x, weight), seeds)),
+                strict=True,
+            ):
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+            assert 0 < len(triton_support._prepared) <= 6
+
+
+# --- workspaces -------------------------------------------------------------------------------------------------------
+
+
+def test_counters_are_zeros_after_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from twinkle.kernel.ops.rms_norm import triton as backend
+
+    rooms: list[triton_support.Workspace] = []
+
+    def note(*arguments: Any) -> triton_support.Workspace:
+        rooms.append(workspace(*arguments))
+        return rooms[-1]
+
+    monkeypatch.setattr(backend, "workspace", note)
+    weight = laid_out((8,), torch.float32, "contiguous", 2).requires_grad_()
+    for rows in (1, 300, 9000):
+        x = laid_out((rows, 8), torch.float32, "contiguous", rows)
+        rms_norm(x, weight, None, 1e-6, 0.0, "before").sum().backward()
+        assert not rooms[-1].counters.any()
+    assert len(rooms) == 3
+
+
+@pytest.mark.skipif(not ON_GPU, reason=NO_GPU)
+def test_a_stream_keeps_its_workspace_and_a_graph_gets_one_of_its_own() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    first = workspace(device, 4, 100)
+    assert workspace(device, 4, 100) is first
+    larger = workspace(device, 4, first.floats.numel() + 1)
+    assert larger is not first and workspace(device, 1, 1) is larger
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert workspace(device, 1, 1) is not larger
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        assert workspace(device, 1, 1) is not workspace(device, 1, 1)
+
+
+# --- tuned configurations ---------------------------------------------------------------------------------------------
+
+TABLE = json.loads(resources.files("twinkle.kernel.ops").joinpath("triton_tuning.json").read_text())
+BLOCKS = {
+    # Every power of two up to the widest row; of wider rows, the block that is read at a time.
+    ("rms_norm", "forward"): [2**n for n in range(16)],
+    ("rms_norm", "backward"): [2**n for n in range(15)],
+    **{(op, direction): [1] for op in ("glu", "rotary") for direction in ("forward", "backward")},
+}
+ENTRIES = {"rms_norm": 4, "glu": 2, "rotary": 1}
+
+
+def test_the_blocks_are_those_that_the_code_asks_for() -> None:
+    for direction in ("forward", "backward"):
+        widest = BLOCKS["rms_norm", direction][-1]
+        assert widest == triton_launch.WIDEST[direction] >= triton_launch.WIDE_BLOCK
+        for width in (1, 2, 3, 100, widest - 1, widest, widest + 1, 10 * widest):
+            shape = triton_launch._shape(torch.device("cpu"), direction, width, 1000)
+            assert shape.block in BLOCKS["rms_norm", direction]
+            assert shape.block >= width or width > widest
+
+
+@pytest.mark.parametrize("architecture", TABLE)
+def test_every_architecture_has_an_entry_for_every_block(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert TABLE.keys() >= {"default"}
+    tuned.cache_clear()
+    # A table of one architecture only: nothing can come from another one.
+    monkeypatch.setattr(triton_support, "_table", lambda: {"default": TABLE[architecture]})
+    for (op, direction), blocks in BLOCKS.items():
+        for block in blocks:
+            found = tuned(op, direction, torch.device("cpu"), block)
+            assert len(found) == ENTRIES[op]
+            assert all(number >= 1 for number in found)
+            warps = {"rms_norm": 1, "glu": 1, "rotary": 0}[op]
+            assert found[warps] in (1, 2, 4, 8, 16, 32)
+            if op != "rotary":
+                assert found[0] & (found[0] - 1) == 0  # sizes are powers of two
+    tuned.cache_clear()
+
+
+def test_an_unknown_architecture_uses_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask() -> tuple[int, ...]:
+        tuned.cache_clear()
+        return tuned("rms_norm", "backward", torch.device("cuda", 0), 1024)
+
+    table = {name: {"rms_norm": {"backward": [{"up_to": 1024, "launch": [name]}]}} for name in ("default", "sm_90")}
+    monkeypatch.setattr(triton_support, "_table", lambda: table)
+    monkeypatch.setattr(torch.version, "hip", None)
+    for capability, expected in (((9, 0), "sm_90"), ((12, 3), "default")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+        assert ask() == (expected,)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert ask() == ("default",)
+    tuned.cache_clear()
+
+
+def test_a_candidate_of_the_tuner_reaches_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import tune
+
+    monkeypatch.setattr(triton_launch, "tuned", tuned)  # put back afterwards what tune.use replaces
+    for elements, warps in ((4096, 8), (1024, 2)):
+        tune.use("rms_norm", (elements, warps, 4, 3))
+        shape = triton_launch.shape_of(torch.device("cpu"), "backward", 512, 10**6)
+        assert (shape.rows_each, shape.warps, shape.stages) == (elements // 512, warps, 3)
+    triton_launch._known_shape.cache_clear()
+
+
+# --- availability -----------------------------------------------------------------------------------------------------
+
+
+def test_it_is_available_here_and_refuses_sites_elsewhere() -> None:
+    assert triton_support.available() == (True, None)
+    site = Site(None, "x", None, "x", None, torch.device(DEVICE), None, None)  # type: ignore[arg-type]
+    assert triton_support.device_reason(site) is None
+    elsewhere = triton_support.device_reason(dataclasses.replace(site, device=torch.device("meta")))
+    assert elsewhere is not None
+    assert (elsewhere.code, "kernelize(model, device=" in str(elsewhere)) == ("device", True)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2 or not ON_GPU, reason="needs two GPUs")
+def test_a_tensor_on_another_than_the_current_device() -> None:
+    for device in ("cuda:1", "cuda:0", "cuda:1"):
+        x, weight = (t.to(device).requires_grad_() for t in (torch.randn(64, 128), torch.randn(128)))
+        y, expected = rms_norm(x, weight, None, 1e-6, 0.0, "before"), formula(x, weight, 1e-6)
+        torch.testing.assert_close(y, expected)
+        ours, theirs = (torch.autograd.grad(t.square().sum(), (x, weight)) for t in (y, expected))
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        assert torch.cuda.current_device() == 0
