@@ -91,9 +91,8 @@ def _compiled(function: Any) -> Callable[..., Any]:
     """
     import torch
 
-    own = types.FunctionType(
-        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    )
+    code = function.__code__.replace()
+    own = types.FunctionType(code, function.__globals__, None, function.__defaults__, function.__closure__)
     own.__kwdefaults__ = function.__kwdefaults__
     return torch.compile(functools.update_wrapper(own, function))
 
