@@ -42,7 +42,7 @@ def pair(name: str) -> tuple[nn.Module, nn.Module, Row]:
     original = make(family, cls).to(DEVICE)
     module = copy.deepcopy(original)
     method = "" if op == "rms_norm" else ".forward"
-    kernelize(module, {PATH.format(family, cls) + method: KernelChoice(op, ("triton",))}, strict=True)
+    kernelize(module, {PATH.format(family, cls) + method: KernelChoice(op, ("triton",))}, device=DEVICE, strict=True)
     (row,) = report(module).rows
     return original, module, row
 

@@ -132,7 +132,7 @@ def test_one_program_serves_all_lengths(name: str) -> None:
     for length in lengths:
         _, inputs, needed = CASES[name](length)
         expected = run(function, inputs, needed)
-        torch.testing.assert_close(run(compiled, inputs, needed, length), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(run(compiled, inputs, needed, length), expected, rtol=1e-4, atol=1e-4)
     assert counter.frame_count == 1
 
 
@@ -191,7 +191,7 @@ def test_a_gradient_of_a_compiled_norms_gradient_is_an_error() -> None:
 
 # --- whole models -----------------------------------------------------------------------------------------------------
 
-MODELS = by_device(("qwen3", "gemma2"), ("qwen3", "gemma2", "glm4", "phi3", "cohere2", "olmo2"))
+MODELS = by_device(("qwen3", "gemma2"), ("qwen3", "gemma2", "glm4", "phi3", "ernie4_5", "olmo2"))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -200,7 +200,13 @@ def test_a_kernelized_model_is_compiled_whole(name: str) -> None:
     ops = ("rms_norm", "gated_rms_norm", "swiglu", "geglu", "rotary")
     kernelize(model, with_backends({k: c for k, c in DEFAULT_KERNEL_CONFIG.items() if c.op in ops}, "triton"))
     inputs = presets.inputs(model, batch=1, length=6, device=DEVICE)
-    compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend=BACKEND)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def note(graph: torch.fx.GraphModule, arguments: Any) -> Any:
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend(BACKEND)(graph, arguments)
+
+    compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend=note)
     results = []
     for one in (model, compiled):
         outputs = one(**inputs)
@@ -208,6 +214,12 @@ def test_a_kernelized_model_is_compiled_whole(name: str) -> None:
         assert isinstance(one, nn.Module)
         results.append([outputs.logits.detach(), *(p.grad for p in one.parameters() if p.grad is not None)])
     torch.testing.assert_close(*results, rtol=1e-3, atol=1e-4)
+    # One graph, with our operators in it and not the originals that they replace.
+    (graph,) = graphs
+    called = [node.target.name() for node in graph.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    norms = sum("norm" in module_name for module_name, _ in model.named_modules())
+    assert called.count("twinkle::rms_norm") == norms >= 3
+    assert (called.count("twinkle::glu"), called.count("twinkle::rotary")) == (1, 1)
     rows = [row for row in report(compiled._orig_mod).rows if row.state == "installed"]
     assert rows and all(row.counts.compiled for row in rows)
     assert [row.fallbacks for row in rows if row.fallbacks] == []

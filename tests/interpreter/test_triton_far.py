@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import mmap
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,7 +22,16 @@ from twinkle.kernel.ops.rotary import triton as rotary_backend
 from twinkle.kernel.ops.rotary.reference import DIALECTS, rotate
 from twinkle.kernel.ops.triton_support import launch, workspace
 
+pytestmark = pytest.mark.xdist_group("far")  # one after the other: each takes some ten GB of a GPU
+
 FAR = 2**31 + 64
+
+
+@pytest.fixture(autouse=True)
+def memory_given_back() -> Iterator[None]:
+    yield
+    if ON_GPU:
+        torch.cuda.empty_cache()
 
 
 def huge(elements: int) -> torch.Tensor:
@@ -70,8 +80,8 @@ def test_a_norm(dimension: int) -> None:
         close(ours, theirs)
     # And with results that lie apart, too.
     y, dx, dw = apart(torch.zeros_like(plain["x"]), dimension), apart(torch.zeros_like(x), dimension), weight.clone()
-    rstd = triton_launch.launch_forward(launch, "far", x, weight, None, y, kind)
-    triton_launch.launch_backward(launch, "far", dy, x, weight, None, rstd, (dx, dw, None), 0.0, workspace)
+    rstd = triton_launch.launch_forward(launch, ("far", dimension), x, weight, None, y, kind)
+    triton_launch.launch_backward(launch, ("far", dimension), dy, x, weight, None, rstd, (dx, dw, None), 0.0, workspace)
     for ours, theirs in zip((y, dx, dw), (expected, *gradients), strict=True):
         close(ours, theirs)
 
@@ -112,9 +122,9 @@ def test_a_product(activation: str) -> None:
     outputs = [apart(torch.zeros_like(gate), 0) for _ in range(3)]
     far_gate, far_up, far_grad = (apart(t, 0) for t in (gate, up, grad))
     forward, backward = glu_backend.kernels.forward_kernel, glu_backend.kernels.backward_kernel
-    glu_backend._launch(launch, "far", forward, "forward", (far_gate, far_up, outputs[0]), activation)
+    glu_backend._launch(launch, ("far", activation), forward, "forward", (far_gate, far_up, outputs[0]), activation)
     tensors = (far_grad, far_gate, far_up, *outputs[1:])
-    glu_backend._launch(launch, "far", backward, "backward", tensors, activation)
+    glu_backend._launch(launch, ("far", activation), backward, "backward", tensors, activation)
     assert torch.equal(outputs[0], expected) and torch.equal(outputs[1], dgate)
 
 

@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 
 from tests.support.triton_device import (
     DEVICE,
+    DTYPES,
     ROWS,
     WIDTHS,
     assert_judged,
     by_device,
-    dtypes,
     examples,
     gradient_layouts,
     is_dense,
     laid_out,
+    launches_told_apart,  # noqa: F401
     layouts,
     second_derivatives,
     subsets,
@@ -51,11 +52,12 @@ def functions(activation: str, fused: bool) -> tuple[Any, Any, Any]:
 # --- the judgement ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @examples
 @given(data=st.data())
-def test_a_product_is_within_the_judgement(data: st.DataObject) -> None:
+def test_a_product_is_within_the_judgement(dtype: torch.dtype, data: st.DataObject) -> None:
     rows, width = data.draw(st.sampled_from(ROWS)), data.draw(st.sampled_from(WIDTHS))
-    activation, dtype = data.draw(st.sampled_from(SERVED)), data.draw(dtypes)
+    activation = data.draw(st.sampled_from(SERVED))
     gate_layout, up_layout = data.draw(layouts), data.draw(layouts)
     needed, gradient_layout = data.draw(st.sampled_from(list(subsets(["gate", "up"])))), data.draw(gradient_layouts)
 
@@ -74,11 +76,12 @@ def test_a_product_is_within_the_judgement(data: st.DataObject) -> None:
     assert all(gradient.is_contiguous() for gradient in step.gradients.values())
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @examples
 @given(data=st.data())
-def test_the_product_of_a_fused_projection_is_within_the_judgement(data: st.DataObject) -> None:
+def test_the_product_of_a_fused_projection_is_within_the_judgement(dtype: torch.dtype, data: st.DataObject) -> None:
     rows, width = data.draw(st.sampled_from(ROWS)), data.draw(st.sampled_from(WIDTHS))
-    activation, dtype = data.draw(st.sampled_from(SERVED)), data.draw(dtypes)
+    activation = data.draw(st.sampled_from(SERVED))
     layout, gradient_layout = data.draw(layouts), data.draw(gradient_layouts)
     step = assert_judged(
         *functions(activation, fused=True),

@@ -21,11 +21,11 @@ from tests.support.triton_device import (
     WIDTHS,
     assert_judged,
     by_device,
-    dtypes,
     examples,
     gradient_layouts,
     is_dense,
     laid_out,
+    launches_told_apart,  # noqa: F401
     layouts,
     second_derivatives,
     subsets,
@@ -75,12 +75,13 @@ def assert_refused(kernel: Any, inputs: dict[str, Any]) -> None:
 # --- the judgement ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @examples
 @given(data=st.data())
-def test_a_norm_is_within_the_judgement(data: st.DataObject) -> None:
+def test_a_norm_is_within_the_judgement(dtype: torch.dtype, data: st.DataObject) -> None:
     rows, width = data.draw(st.sampled_from(ROWS)), data.draw(st.sampled_from(WIDTHS))
     kind = data.draw(st.sampled_from(KINDS))
-    dtype, layout, gradient_layout = data.draw(dtypes), data.draw(layouts), data.draw(gradient_layouts)
+    layout, gradient_layout = data.draw(layouts), data.draw(gradient_layouts)
     # The only norm that casts the factor has no weight.
     weight_dtype = None if kind[1] == "factor" else data.draw(st.sampled_from([*DTYPES, None]))
     needed = data.draw(st.sampled_from(list(subsets(["x", "weight"] if weight_dtype else ["x"]))))
@@ -100,11 +101,12 @@ def test_a_norm_is_within_the_judgement(data: st.DataObject) -> None:
     assert all(step.gradients[name].stride() == leaf.stride() for name, leaf in step.leaves.items() if is_dense(leaf))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @examples
 @given(data=st.data())
-def test_a_gated_norm_is_within_the_judgement(data: st.DataObject) -> None:
+def test_a_gated_norm_is_within_the_judgement(dtype: torch.dtype, data: st.DataObject) -> None:
     rows, width = data.draw(st.sampled_from(ROWS)), data.draw(st.sampled_from(WIDTHS))
-    dtype, gradient_layout = data.draw(dtypes), data.draw(gradient_layouts)
+    gradient_layout = data.draw(gradient_layouts)
     gate_dtype, weight_dtype = (data.draw(st.sampled_from([dtype, torch.float32])) for _ in range(2))
     x_layout, gate_layout = data.draw(layouts), data.draw(layouts)
     needed = data.draw(st.sampled_from(list(subsets(["x", "gate", "weight"]))))
@@ -125,24 +127,29 @@ def test_a_gated_norm_is_within_the_judgement(data: st.DataObject) -> None:
     assert all(step.gradients[name].stride() == leaf.stride() for name, leaf in step.leaves.items() if is_dense(leaf))
 
 
-@pytest.mark.parametrize("layout", ("contiguous", "last dimension outermost", "an odd storage offset"))
-@pytest.mark.parametrize(
-    ("rows", "width"), [(2, 16385), (3, 32769), *by_device([], [(700, 20000), (64, 32768), (129, 70000)])]
-)
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
-def test_rows_that_do_not_fit_in_registers(rows: int, width: int, layout: str, dtype: torch.dtype) -> None:
+WIDE = [
+    (torch.float32, 2, 16385, "contiguous"),
+    (torch.bfloat16, 2, 16385, "last dimension outermost"),
+    (torch.bfloat16, 3, 32769, "an odd storage offset"),
+    *by_device(
+        [],
+        [
+            (torch.bfloat16, 700, 20000, "contiguous"),
+            (torch.float32, 64, 32768, "a slice with gaps"),
+            (torch.bfloat16, 129, 70000, "last dimension outermost"),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("dtype", "rows", "width", "layout"), WIDE)
+def test_rows_that_do_not_fit_in_registers(dtype: torch.dtype, rows: int, width: int, layout: str) -> None:
     x = laid_out((rows, width), dtype, layout, 1)
     assert width > triton_launch.WIDEST["backward"]
     assert_judged(
         *norm((1.0, "after"), 1e-6), lambda _: {"x": x, "weight": weight_of(width, dtype)}, gradient_layout=layout
     )
     assert_judged(*norm((0.0, "after"), 1e-6), lambda _: {"x": x, "weight": None})
-
-
-def test_rows_wider_than_the_registers_have_no_gate() -> None:
-    x = torch.zeros(1, 16385, device=DEVICE)
-    with pytest.raises(ValueError, match="too wide for the gated kernel"):
-        rms_norm(x, x[0], x, 1e-6, 0.0, "before")
 
 
 def test_values_that_are_not_finite_stay_in_their_row() -> None:
@@ -152,6 +159,15 @@ def test_values_that_are_not_finite_stay_in_their_row() -> None:
     result, expected = rms_norm(x, weight, None, 1e-6, 0.0, "before"), formula(x, weight, 1e-6)
     torch.testing.assert_close(result, expected, equal_nan=True)
     assert result[1:3].isnan().any(-1).all() and result[[0, 3]].isfinite().all()
+
+
+def test_a_gradient_that_lies_along_more_dimensions_than_the_kernel_follows() -> None:
+    for layout in ("a slice with gaps", "last dimension outermost"):
+        assert_judged(
+            *norm((0.0, "before"), 1e-5),
+            lambda _: {"x": laid_out((2, 3, 2, 3, 16), torch.float32, "contiguous", 1), "weight": weight_of(16, None)},
+            gradient_layout=layout,
+        )
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------
@@ -260,32 +276,30 @@ def test_streams_do_not_share_counters() -> None:
 # --- what is refused before a launch ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    {
-        "a strided weight": ({"weight": torch.ones(32)[::2]}, "the weight is strided"),
-        "a short weight": ({"weight": torch.ones(15)}, "not as long as the rows"),
-        "one number as weight": ({"weight": torch.ones(1)}, "not as long as the rows"),
-        "a gate of another shape": ({"gate": torch.ones(16)}, "a gate of another shape"),
-        "a gate without a weight": ({"gate": torch.ones(3, 16), "weight": None}, "without a weight"),
-        "four dimensions of rows": (
-            {"x": torch.ones(3, 3, 3, 3, 16)[::2, ::2, ::2, ::2]},
-            "more than three dimensions",
-        ),
-        "no dimension": ({"x": torch.ones(())}, "no rows"),
-        "fp64": ({"x": torch.ones(3, 16, dtype=torch.float64)}, "fp32, bf16, fp16"),
-        "an fp64 weight": ({"weight": torch.ones(16, dtype=torch.float64)}, "fp32, bf16, fp16"),
-        "another device": ({"weight": torch.ones(16, device="meta")}, "different devices"),
-        "no elements": ({"x": torch.ones(0, 16)}, "an empty tensor"),
-    }.values(),
-)
+ONES = functools.partial(torch.ones, device=DEVICE)
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "a strided weight": ({"weight": ONES(32)[::2]}, "the weight is strided"),
+    "a short weight": ({"weight": ONES(15)}, "not as long as the rows"),
+    "one number as weight": ({"weight": ONES(1)}, "not as long as the rows"),
+    "a gate of another shape": ({"gate": ONES(16)}, "a gate of another shape"),
+    "a gate without a weight": ({"gate": ONES(3, 16), "weight": None}, "without a weight"),
+    "a gate for wide rows": (
+        {name: ONES(1, 16385)[0 if name == "weight" else slice(None)] for name in ("x", "gate", "weight")},
+        "too wide for the gated kernel",
+    ),
+    "four dimensions of rows": ({"x": ONES(3, 3, 3, 3, 16)[::2, ::2, ::2, ::2]}, "more than three dimensions"),
+    "no dimension": ({"x": ONES(())}, "no rows"),
+    "fp64": ({"x": ONES(3, 16, dtype=torch.float64)}, "fp32, bf16, fp16"),
+    "an fp64 weight": ({"weight": ONES(16, dtype=torch.float64)}, "fp32, bf16, fp16"),
+    "another device": ({"weight": torch.ones(16, device="meta")}, "different devices"),
+    "no elements": ({"x": ONES(0, 16)}, "an empty tensor"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD.values(), ids=BAD)
 def test_bad_input_is_an_error_before_a_launch(changes: dict[str, Any], message: str) -> None:
-    arguments: dict[str, Any] = {"x": torch.ones(3, 16), "weight": torch.ones(16), "gate": None, **changes}
-    arguments = {k: t if t is None or t.is_meta else t.to(DEVICE) for k, t in arguments.items()}
-    if "weight" in changes and message == "the weight is strided":
-        arguments["weight"] = torch.ones(32, device=DEVICE)[::2]
-    if "dimensions" in message:
-        arguments["x"] = torch.ones(3, 3, 3, 3, 16, device=DEVICE)[::2, ::2, ::2, ::2]
+    arguments = {"x": ONES(3, 16), "weight": ONES(16), "gate": None, **changes}
     with pytest.raises(ValueError, match=message):
         rms_norm(**arguments, eps=1e-6, offset=0.0, cast="before")
 

@@ -17,11 +17,11 @@ from tests.support.triton_device import (
     Step,
     assert_judged,
     by_device,
-    dtypes,
     examples,
     gradient_layouts,
     is_dense,
     laid_out,
+    launches_told_apart,  # noqa: F401
     layouts,
     second_derivatives,
     subsets,
@@ -53,12 +53,12 @@ def functions(variant: RotaryVariant, dtype: torch.dtype, **options: Any) -> tup
     return tuple(functools.partial(f, **options) for f in (asked, reference.build(variant), exact))  # type: ignore[return-value]
 
 
-def draw_case(draw: Any) -> tuple[RotaryVariant, dict[str, Any], Any, torch.dtype]:
-    """A variant, options of the call, a function ``number -> inputs``, and the dtype."""
+def draw_case(draw: Any, dtype: torch.dtype) -> tuple[RotaryVariant, dict[str, Any], Any]:
+    """A variant, options of the call, and a function ``number -> inputs``."""
     dialect, parameters = draw(st.sampled_from(DIALECTS)), draw(st.sampled_from(SIGNATURES))
     head_dim, length = draw(st.sampled_from(HEAD_DIMS)), draw(st.sampled_from(LENGTHS))
     width = head_dim // 4 * 2 if draw(st.booleans()) else head_dim  # half of the head turns, or all
-    dtype, table_dtype = draw(dtypes), draw(st.sampled_from(DTYPES))
+    table_dtype = draw(st.sampled_from(DTYPES))
     batch = draw(st.sampled_from([1, 2]))
     options: dict[str, Any] = {}
     table = width // 2 if dialect.table == "half_width" else width
@@ -82,13 +82,14 @@ def draw_case(draw: Any) -> tuple[RotaryVariant, dict[str, Any], Any, torch.dtyp
             made[name] = laid_out(whole, kind, lie[name], 10 * number + seed)
         return made
 
-    return RotaryVariant(dialect, True, parameters), options, inputs, dtype
+    return RotaryVariant(dialect, True, parameters), options, inputs
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @examples
 @given(data=st.data())
-def test_a_rotation_is_within_the_judgement(data: st.DataObject) -> None:
-    variant, options, inputs, dtype = draw_case(data.draw)
+def test_a_rotation_is_within_the_judgement(dtype: torch.dtype, data: st.DataObject) -> None:
+    variant, options, inputs = draw_case(data.draw, dtype)
     names = list(inputs(0))[: variant.tensors]
     needed = data.draw(st.sampled_from(list(subsets(names))))
     small = min(inputs(0)[name].numel() for name in names) < 16

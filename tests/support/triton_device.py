@@ -1,7 +1,7 @@
 """Where the tests of the Triton kernels run, and how their results are judged.
 
 On a GPU where there is one, in realistic sizes; with TRITON_INTERPRET=1 on the CPU, in Triton's interpreter, in small
-ones. TRITON_TEST_EXAMPLES sets how many examples a property test draws.
+ones. TRITON_TEST_EXAMPLES sets how many examples a property test draws, over its dtypes together.
 """
 
 from __future__ import annotations
@@ -10,10 +10,15 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
+from twinkle.kernel.ops import triton_support
+from twinkle.kernel.ops.glu import triton as glu
+from twinkle.kernel.ops.rms_norm import triton as rms_norm
+from twinkle.kernel.ops.rotary import triton as rotary
 from twinkle.kernel.probe import random_tensor
 from twinkle.kernel.verify import allowed_error_used
 
@@ -29,17 +34,17 @@ def by_device(cpu: T, gpu: T) -> T:
     return gpu if ON_GPU else cpu
 
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 # Derandomised: a failure in CI is there again on the next machine. Not shrunk: that takes minutes.
 examples = settings(
-    max_examples=int(os.environ.get("TRITON_TEST_EXAMPLES", "25")),
+    max_examples=-(-int(os.environ.get("TRITON_TEST_EXAMPLES", "25")) // len(DTYPES)),
     deadline=None,
     derandomize=True,
     database=None,
     phases=(Phase.explicit, Phase.generate),
     suppress_health_check=list(HealthCheck),
 )
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 ROWS = by_device(
     # Few, or many more than one program takes; up to four dimensions, not all of which merge.
@@ -104,7 +109,27 @@ def laid_out(shape: Sequence[int], dtype: torch.dtype, layout: str, seed: int, *
 gradient_layouts = st.sampled_from(list(LAYOUTS))
 # Not one number for all: the gradient of a norm of equal numbers is nothing but rounding.
 layouts = st.sampled_from(list(LAYOUTS)[:-1])
-dtypes = st.sampled_from(DTYPES)
+
+
+# --- launches ---------------------------------------------------------------------------------------------------------
+_known: dict[Any, Any] = {}
+
+
+@pytest.fixture(autouse=True)
+def launches_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every eager launch in a process has a key that no other launch has.
+
+    On a GPU a launch is looked up by its key, and then nothing else of it is looked at.
+    """
+
+    def launch(kernel: Any, key: Any, tensors: Any, make: Any) -> None:
+        known = (make(), [None if tensor is None else (tensor.dtype, tensor.device) for tensor in tensors])
+        assert _known.setdefault((id(kernel), key), known) == known, f"two launches with the key {key}"
+        original(kernel, key, tensors, make)
+
+    original = triton_support.launch
+    for backend in (rms_norm, glu, rotary):
+        monkeypatch.setattr(backend, "launch", launch)
 
 
 # --- judgement --------------------------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ def launch_forward(
     kind: Kind,
 ) -> torch.Tensor:
     """Launches the forward into ``y``; returns ``rstd``, ``[rows]`` in fp32."""
-    width = x.shape[-1]
+    width = int(x.shape[-1])  # compiled in: a compiler that traces must settle it, should it be a symbol
     rstd = x.new_empty(x.numel() // width, dtype=torch.float32)
 
     def make() -> Launch:
@@ -105,7 +105,7 @@ def launch_backward(
     scratch: Callable[[torch.device, int, int], Workspace],
 ) -> None:
     """Launches the backward into ``results``: the gradients of ``x``, of the weight where wanted, and of the gate."""
-    width = x.shape[-1]
+    width = int(x.shape[-1])
     dx, dw, dgate = results
     if width > WIDEST["backward"]:
         _wide_backward(launcher, key, dy, x, weight, rstd, dx, dw, offset)

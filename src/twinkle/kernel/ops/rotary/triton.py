@@ -92,12 +92,12 @@ def _launch(
     dialect = DIALECTS[number]
 
     def make() -> Launch:
-        head_dim = q.shape[-1]
-        at = _channels(dialect, cos.shape[-1], head_dim)
+        # These are compiled in: a compiler that traces must settle them, should they be symbols.
+        head_dim, table_width, *heads = map(int, (q.shape[-1], cos.shape[-1], q.shape[heads_at], k.shape[heads_at]))
+        at = _channels(dialect, table_width, head_dim)
         has_batch = q.dim() == 4
         length = q.shape[3 - heads_at] if has_batch else q.shape[0]
         batch = q.shape[0] if has_batch else 1
-        heads = q.shape[heads_at], k.shape[heads_at]
         pairs = triton.next_power_of_2(at.pairs)
         rest = triton.next_power_of_2(head_dim - 2 * at.pairs) if head_dim > 2 * at.pairs else 0
         most = max(1, 4096 // max(pairs, rest))
