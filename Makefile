@@ -110,6 +110,7 @@ test: test-interpreter
 
 lint: $(TEST_STAMP)
 	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check src tests benchmarks
 
 types: $(TEST_STAMP)
 	@$(PY) -m mypy

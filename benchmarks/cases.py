@@ -18,6 +18,7 @@ from torch import nn
 
 Shape = tuple[int, ...]
 
+
 @dataclass
 class Subject:
     """A live module or function of transformers with inputs.

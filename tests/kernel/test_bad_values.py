@@ -109,8 +109,6 @@ def identity(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     return hidden_states
 
 
-
-
 @pytest.mark.usefixtures("untouched")
 @pytest.mark.parametrize(
     ("key", "value", "words"),

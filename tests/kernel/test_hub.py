@@ -132,9 +132,7 @@ def test_what_does_not_fit_is_refused(qwen3: nn.Module, repository: str, key: st
 
 
 @pytest.mark.parametrize("key", [NORM, ROTARY])
-def test_without_a_backward_a_call_that_needs_one_is_the_originals(
-    qwen3: nn.Module, repository: str, key: str
-) -> None:
+def test_without_a_backward_a_call_that_needs_one_is_the_originals(qwen3: nn.Module, repository: str, key: str) -> None:
     original = presets.build("qwen3", num_hidden_layers=1)
     presets.loss(original(**presets.inputs(original))).backward()
     kernelize(qwen3, {key: toy("RMSNormInference" if key == NORM else "inference_only")}, verify=True, strict=True)

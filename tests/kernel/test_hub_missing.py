@@ -133,9 +133,7 @@ def test_no_such_layer(
     kept(qwen3, toy(name), caplog, f"me/toy:{name} (version 1) has no layer or function", words)
 
 
-def test_neither_a_layer_nor_a_function(
-    qwen3: nn.Module, caplog: pytest.LogCaptureFixture, repository: str
-) -> None:
+def test_neither_a_layer_nor_a_function(qwen3: nn.Module, caplog: pytest.LogCaptureFixture, repository: str) -> None:
     kept(qwen3, toy("VERSION"), caplog, "me/toy:VERSION (version 1) is a int, neither a layer nor a function")
 
 
@@ -164,9 +162,7 @@ def test_a_publisher_that_is_not_trusted(
     kept(qwen3, toy("RMSNorm"), caplog, "'me/toy' is not from a trusted publisher", "trust_remote_code=True")
 
 
-def test_trust_is_passed_on_and_shown(
-    qwen3: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trust_is_passed_on_and_shown(qwen3: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_kernel(tmp_path / "torch-cpu", "toy_kernels_trusted")
     monkeypatch.setattr(kernels.utils, "_get_hf_api", no_network)
     monkeypatch.setattr(kernels.utils, "install_kernel", lambda *a, **k: folder)

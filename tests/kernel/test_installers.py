@@ -37,6 +37,7 @@ from twinkle.kernel.undo import patch, unkernelize
 
 pytestmark = pytest.mark.usefixtures("own_registry", "loopback")
 
+
 def test_a_custom_installer_is_counted_reported_and_undone(model: toys.ToyModel) -> None:
     register(KernelImpl(loads(Doubled), here), installer=patching())
     before, output = state_of(model), bits(model, toys.toy_input())

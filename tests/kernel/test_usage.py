@@ -46,9 +46,7 @@ def calls(model):
 
 def test_generate(model):
     ids = presets.inputs(model)["input_ids"]
-    ours, theirs = (
-        m.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0) for m in (model, qwen3())
-    )
+    ours, theirs = (m.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0) for m in (model, qwen3()))
     assert torch.equal(ours, theirs) and ours.shape == (2, 22)
     assert calls(model)["qwen3.Qwen3MLP.forward"] == 2 * 6
 

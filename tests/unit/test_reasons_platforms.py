@@ -120,9 +120,7 @@ def fake_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, na
         ("this is no python", "importing torch_npu raised SyntaxError"),
     ],
 )
-def test_a_broken_plugin_is_a_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, words: str
-) -> None:
+def test_a_broken_plugin_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, words: str) -> None:
     fake_plugin(tmp_path, monkeypatch, source)
     reason = PLATFORMS["ascend"].missing()
     assert reason is not None and reason.code == "broken-package" and words in reason.text
@@ -159,9 +157,7 @@ def test_a_probe_that_raises_is_a_reason() -> None:
 
 
 @pytest.mark.parametrize(("hip", "there", "away"), [(None, "nvidia", "amd"), ("6.0", "amd", "nvidia")])
-def test_one_device_type_two_vendors(
-    monkeypatch: pytest.MonkeyPatch, hip: str | None, there: str, away: str
-) -> None:
+def test_one_device_type_two_vendors(monkeypatch: pytest.MonkeyPatch, hip: str | None, there: str, away: str) -> None:
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -202,9 +202,7 @@ class Plan:
         return uncovered_of(self.index, {place for entry in self.entries for place in entry.covers})
 
 
-def make_plan(
-    model: Any, mapping: Any = None, *, device: torch.device | str | None = None, fetch: bool = True
-) -> Plan:
+def make_plan(model: Any, mapping: Any = None, *, device: torch.device | str | None = None, fetch: bool = True) -> Plan:
     """Plans ``kernelize(model, mapping)``.
 
     Args:

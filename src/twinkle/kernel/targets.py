@@ -306,9 +306,7 @@ class ModelIndex:
         if target.kind == "function":
             if target.owner.__name__ not in self.python_modules:
                 return []
-            return [
-                Site(None, target.label, target.owner, target.attribute, target.original, self.device, self.dtype)
-            ]
+            return [Site(None, target.label, target.owner, target.attribute, target.original, self.device, self.dtype)]
         found = []
         for cls, instances in self.by_class.items():
             if _means(target, cls):

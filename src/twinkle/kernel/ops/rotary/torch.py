@@ -90,9 +90,7 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, diale
     return torch.cat((x[..., :start], turned, x[..., start + width :]), dim=-1)
 
 
-def _turned(
-    x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, dialect: Dialect, back: bool
-) -> torch.Tensor:
+def _turned(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, dialect: Dialect, back: bool) -> torch.Tensor:
     """``x cos + partner(x) signed_sin``; back: ``x cos + partner(x signed_sin)``, the gradient of that."""
     x = x.to(torch.promote_types(x.dtype, cos.dtype))
     (a, b), (sin_a, sin_b) = _pairs(x, dialect), _pairs(signed_sin, dialect)
