@@ -19,12 +19,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.harness import CpuClock, Result, Run, arguments, interleaved, percentiles, significant, table
+from benchmarks.program import arguments, finish, start
+from twinkle.bench.clocks import CpuClock, interleaved
+from twinkle.bench.results import Result, Run, percentiles, significant
 from twinkle.kernel import DEFAULT_KERNEL_CONFIG, kernelize
 from twinkle.kernel.apply import apply_plan
 from twinkle.kernel.plan import make_plan
 from twinkle.kernel.testing import register_test_backends, unregister_test_backends, with_backends
 from twinkle.kernel.undo import unkernelize
+from twinkle.layout import plain, table, width_of_terminal
 
 A3B: dict[str, Any] = {
     "hidden_size": 2048,
@@ -126,14 +129,12 @@ def main(argv: list[str] | None = None) -> Run:
     parser = arguments("kernelize", "Times import, plan, apply, undo and a counted call.")
     parser.add_argument("--layers", type=int, default=48, help="decoder layers of the model (default: 48)")
     options = parser.parse_args(argv)
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    device = start(options)
     layers, rounds = (2, 2) if options.quick else (options.layers, 15)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     run = Run("kernelize", device, {"quick": options.quick, "layers": layers})
 
     def add(case: str, who: str, samples: list[float], shape: str = "-") -> None:
-        run.results.append(Result(case, who, shape, "-", percentiles(samples), len(samples)))
+        run.results.append(Result(case, who, shape, "-", percentiles(samples), samples=len(samples)))
 
     add("import", "twinkle.kernel", import_times(rounds))
     model, shape = meta_model(layers), f"{layers} layers"
@@ -148,23 +149,20 @@ def main(argv: list[str] | None = None) -> Run:
         unregister_test_backends()
     for who, samples in call_times(rounds).items():
         add("call", who, samples)
-    if options.json:
-        run.write(options.json)
-    print(report(run))
-    return run
+    return finish(run, options, report(run))
 
 
 def report(run: Run) -> str:
     """One line per row; calls in microseconds, and what they add to the bare call."""
     bare = next(r.ms["p50"] for r in run.results if r.who == "bare" and r.ms)
-    lines: list[tuple[str, ...]] = [("case", "who", "shape", "p50", "p20 .. p80")]
+    lines = []
     for r in run.results:
         assert r.ms is not None
         unit, factor = ("us", 1e3) if r.case == "call" else ("ms", 1)
         p20, p50, p80 = (significant(r.ms[p] * factor) for p in ("p20", "p50", "p80"))
         added = f" (+{significant((r.ms['p50'] - bare) * 1e3)})" if r.case == "call" and r.who != "bare" else ""
         lines.append((r.case, r.who, r.shape, f"{p50} {unit}{added}", f"{p20} .. {p80}"))
-    return table(lines)
+    return plain(table(("case", "who", "shape", "p50", "p20 .. p80"), lines, width_of_terminal()))
 
 
 if __name__ == "__main__":

@@ -1,54 +1,87 @@
-"""Where a result file shows that an op's torch backend is worth its row."""
+"""What result files of ``benchmarks.ops`` decide: ``python -m benchmarks.verdict FILE``.
+
+Cases so small that only the host's work counts are left out.
+"""
 
 from __future__ import annotations
 
-import json
+import argparse
 import math
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-from benchmarks.cases import SMALL, sizes
+from twinkle.bench.results import ORIGINAL, Result, medians, read
 
 SLOWER = 0.97
 """Ours over the original's time, geometric mean: at most this counts as faster."""
 
 
-def wins(content: dict[str, Any], who: str = "torch") -> dict[str, dict[str, float]]:
+@dataclass(frozen=True)
+class Comparison:
+    """How many times faster one candidate is than another: the geometric mean, the least and the most."""
+
+    cases: int
+    mean: float
+    least: float
+    most: float
+
+
+def ratios(results: Iterable[Result], op: str, who: str, other: str) -> dict[tuple[str, str, str], float]:
+    """``(case, shape, dtype)`` -> the other's median time over ``who``'s, where both were measured."""
+    found = {}
+    for (case, shape, dtype), rows in medians(results).items():
+        small = any(row.host_us for row in rows.values())
+        if case.split("/")[0] == op and not small and who in rows and other in rows:
+            ours, theirs = rows[who].ms, rows[other].ms
+            assert ours is not None and theirs is not None
+            found[case, shape, dtype] = theirs["p50"] / ours["p50"]
+    return found
+
+
+def compare(results: Iterable[Result], op: str, who: str, other: str) -> Comparison | None:
+    """How many times faster ``who`` is than ``other``; None where no case has both."""
+    found = list(ratios(results, op, who, other).values())
+    return Comparison(len(found), mean(found), min(found), max(found)) if found else None
+
+
+def mean(values: list[float]) -> float:
+    """The geometric mean."""
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def wins(results: Iterable[Result], who: str = "torch") -> dict[str, dict[str, float]]:
     """op -> ``dtype direction`` -> ours over the original's median time, the geometric mean of the op's cases.
 
     Args:
-        content: a result file of ``benchmarks.ops``.
         who: the backend to judge.
-
-    Cases so small that only the host's work counts are left out: the shape that ``--quick`` measures.
     """
-    medians = {(r["case"], r["shape"], r["dtype"], r["who"]): r["ms"]["p50"] for r in content["results"] if r["ms"]}
-    ratios: dict[str, dict[str, list[float]]] = {}
-    for (case, shape, dtype, name), ms in medians.items():
-        op, _, direction = case.split("/")
-        original = medians.get((case, shape, dtype, "hf"))
-        small = shape in map(sizes, SMALL[op])
-        if name == who and original and not small and direction in ("f", "fb"):
-            ratios.setdefault(op, {}).setdefault(f"{dtype} {direction}", []).append(ms / original)
-    return {
-        op: {kind: math.exp(sum(map(math.log, r)) / len(r)) for kind, r in kinds.items()}
-        for op, kinds in ratios.items()
-    }
+    results = list(results)
+    ops = dict.fromkeys(result.case.split("/")[0] for result in results)
+    found: dict[str, dict[str, float]] = {}
+    for op in ops:
+        kinds: dict[str, list[float]] = {}
+        for (case, _, dtype), ratio in ratios(results, op, who, ORIGINAL).items():
+            kinds.setdefault(f"{dtype} {case.split('/')[-1]}", []).append(1 / ratio)
+        if kinds:
+            found[op] = {kind: mean(values) for kind, values in kinds.items()}
+    return found
 
 
-def faster(content: dict[str, Any], who: str = "torch") -> set[str]:
-    """The ops that a result file shows to be faster in every dtype and both directions."""
-    return {op for op, kinds in wins(content, who).items() if all(ratio <= SLOWER for ratio in kinds.values())}
+def faster(results: Iterable[Result], who: str = "torch") -> set[str]:
+    """The ops that results show to be faster in every dtype and both directions."""
+    return {op for op, kinds in wins(results, who).items() if all(ratio <= SLOWER for ratio in kinds.values())}
 
 
-def verdict_of_file(path: str) -> str:
-    """For people: the ratios, and what ``twinkle.kernel.ops.torch_support.FASTER`` should say."""
-    content = json.loads(Path(path).read_text())
-    device = content["run"]["device_type"]
-    lines = []
-    for op, kinds in wins(content).items():
-        ratios = ", ".join(f"{kind} {ratio:.2f}" for kind, ratio in kinds.items())
-        lines.append(f"{op}: torch takes {ratios} of the original's time")
-    won = faster(content)
-    lines.append(f"FASTER on {device}: {', '.join(sorted(won)) or 'nothing'}")
-    return "\n".join(lines)
+def main(argv: list[str] | None = None) -> None:
+    """Prints the ratios, and what ``twinkle.kernel.ops.torch_support.FASTER`` should say."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.verdict", description=__doc__)
+    parser.add_argument("file", help="a result file of benchmarks.ops")
+    found = read(parser.parse_args(argv).file)
+    for op, kinds in wins(found.results).items():
+        shares = ", ".join(f"{kind} {ratio:.2f}" for kind, ratio in kinds.items())
+        print(f"{op}: torch takes {shares} of the original's time")
+    print(f"FASTER on {found.run['device_type']}: {', '.join(sorted(faster(found.results))) or 'nothing'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -69,6 +69,7 @@ def main(
       twinkle-kernel info                what this machine has
       twinkle-kernel plan tiny:qwen3     what would be replaced, why not more
       twinkle-kernel verify tiny:qwen3   the same numbers, gradients included?
+      twinkle-kernel bench               how fast every kernel is on this machine
       twinkle-kernel demo                a training with and without kernels
 
     [bold]Exit codes[/]
@@ -154,6 +155,47 @@ def verify(
     from twinkle.commands.verify import run
 
     _run(run, model, device=device, dtype=dtype, backends=backend, layers=layers, as_json=json)
+
+
+@app.command()
+def bench(
+    op: Annotated[
+        list[str] | None,
+        typer.Option("--op", metavar="OP", help="Only this op: repeat the option or use commas.", show_default=False),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", help="Measure here; default: this machine's accelerator, else cpu.")
+    ] = None,
+    budget: Annotated[
+        float, typer.Option("--budget", metavar="SECONDS", min=1, help="Start nothing new after so long.")
+    ] = 120.0,
+    quick: Annotated[bool, typer.Option("--quick", help="Toy sizes and few rounds: does everything run?")] = False,
+    inductor: Annotated[
+        bool, typer.Option("--inductor/--no-inductor", help="Measure torch.compile too, which takes most of the time.")
+    ] = True,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the results there.", show_default=False)
+    ] = None,
+) -> None:
+    """Times the kernels of each op against what they replace, on this machine.
+
+    Who takes part: the classes and functions of transformers (hf), PyTorch's own
+    F.rms_norm, and every backend that can run here, plug-ins included. All are
+    timed in turns, forward and backward; a star marks what the default mapping
+    takes. A kernel whose result is wrong isn't timed. Ctrl-C shows what was
+    measured so far.
+
+    The exit code is 1 when a kernel's result is wrong and 3 when nothing could
+    be measured.
+
+    [bold]Examples[/]
+      twinkle-kernel bench --quick
+      twinkle-kernel bench --op rms_norm --op rotary --no-inductor
+      twinkle-kernel bench --device cuda:1 --budget 300 --json out/bench.json
+    """
+    from twinkle.commands.bench import run
+
+    _run(run, ops=op, device=device, budget=budget, quick=quick, inductor=inductor, json=json)
 
 
 @app.command()

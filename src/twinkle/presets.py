@@ -18,56 +18,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from twinkle import preset_inputs as kinds
+
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
 __all__ = ["PRESETS", "Preset", "build", "inputs", "loss", "make_nontrivial", "preset_config"]
-
-# Token ids are bytes. 0 to 2 are padding, start and end; 0xF5 and up never occur in UTF-8, so images may use them.
-FIRST_TEXT_ID, LAST_TEXT_ID = 3, 0xF4
-IMAGE_IDS = {"image_token_id": 250, "video_token_id": 251, "vision_start_token_id": 252, "vision_end_token_id": 253}
-
-
-# --- kinds of input -------------------------------------------------------------------------------------------------
-
-
-def _text(config: Any, batch: int, length: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    import torch
-
-    last = min(LAST_TEXT_ID, config.get_text_config().vocab_size - 1)
-    ids = torch.randint(FIRST_TEXT_ID, last + 1, (batch, length), generator=generator)
-    return {"input_ids": ids, "labels": ids.clone()}
-
-
-def _text_and_patches(config: Any, batch: int, length: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """One still image per row, as flattened patches; its merged tokens follow the first text token."""
-    import torch
-
-    vision = config.vision_config
-    side = 2 * vision.spatial_merge_size
-    tokens = (side // vision.spatial_merge_size) ** 2
-    if length < tokens + 2:
-        raise ValueError(f"length {length} is too short for {tokens} image tokens with text before and after them")
-    tensors = _text(config, batch, length, generator)
-    is_image = torch.zeros(batch, length, dtype=torch.long)
-    is_image[:, 1 : 1 + tokens] = 1
-    tensors["input_ids"].masked_fill_(is_image.bool(), config.image_token_id)
-    tensors["labels"].masked_fill_(is_image.bool(), -100)
-    values_per_patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    return {
-        **tensors,
-        "mm_token_type_ids": is_image,
-        "pixel_values": torch.randn(batch * side * side, values_per_patch, generator=generator),
-        "image_grid_thw": torch.tensor([[1, side, side]]).repeat(batch, 1),
-    }
-
-
-def _pixels(config: Any, batch: int, length: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Whole images for a vision encoder; there are no tokens, so `length` has no meaning."""
-    import torch
-
-    return {"pixel_values": torch.randn(batch, config.num_channels, *config.image_size, generator=generator)}
 
 
 # --- presets --------------------------------------------------------------------------------------------------------
@@ -80,7 +37,7 @@ class Preset:
     config: str
     model: str
     settings: Mapping[str, Any]
-    recipe: Callable[..., dict[str, torch.Tensor]] = _text
+    recipe: Callable[..., dict[str, torch.Tensor]] = kinds.text
 
 
 def _causal(family: str, *parts: Mapping[str, Any], config: str = "", **settings: Any) -> Preset:
@@ -88,8 +45,9 @@ def _causal(family: str, *parts: Mapping[str, Any], config: str = "", **settings
 
 
 def _vision_language(family: str, vision: Mapping[str, Any], *parts: Mapping[str, Any]) -> Preset:
-    settings = _with(text_config=_with(BASE, *parts), vision_config=vision, tie_word_embeddings=False, **IMAGE_IDS)
-    return Preset(f"{family}Config", f"{family}ForConditionalGeneration", settings, _text_and_patches)
+    parts_of_both = {"text_config": _with(BASE, *parts), "vision_config": vision, "tie_word_embeddings": False}
+    settings = parts_of_both | kinds.IMAGE_IDS
+    return Preset(f"{family}Config", f"{family}ForConditionalGeneration", settings, kinds.text_and_patches)
 
 
 def _with(*parts: Mapping[str, Any], **settings: Any) -> dict[str, Any]:
@@ -98,7 +56,7 @@ def _with(*parts: Mapping[str, Any], **settings: Any) -> dict[str, Any]:
 
 
 def _rope(**parameters: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **parameters}}
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0} | parameters}
 
 
 # Several times the usual 0.02: at width 64 the usual value leaves the output of every MLP and attention far below the
@@ -108,6 +66,12 @@ SIZES = _with(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_
 HEADS = _with(num_attention_heads=4, num_key_value_heads=2, head_dim=16)
 BASE = _with(RANGE, SIZES, HEADS, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 
+# Three layers: one that shares keys and values needs an earlier one of its own type that doesn't.
+SHARED_KEYS = _with(
+    _with(num_hidden_layers=3, layer_types=["sliding_attention", "full_attention", "full_attention"]),
+    _with(sliding_window=8, num_kv_shared_layers=1),
+)
+PER_LAYER_INPUT = _with(vocab_size_per_layer_input=256, hidden_size_per_layer_input=8)
 SLIDING = _with(layer_types=["sliding_attention", "full_attention"], sliding_window=8)
 LINEAR = _with(
     _with(layer_types=["linear_attention", "full_attention"], linear_conv_kernel_dim=4, head_dim=32),
@@ -122,6 +86,7 @@ GROUPED_EXPERTS = _with(TOP_2, n_routed_experts=8, n_group=2, topk_group=1, firs
 
 HALF_ROPE = _rope(partial_rotary_factor=0.5)
 YARN = _rope(rope_type="yarn", factor=32.0, original_max_position_embeddings=16, truncate=False)
+YARN_SCALED = _rope(**YARN["rope_parameters"], llama_4_scaling_beta=0.1)
 MROPE = _rope(mrope_section=[2, 3, 3])
 MROPE_INTERLEAVED = _rope(mrope_section=[4, 2, 2], mrope_interleaved=True)
 MROPE_PARTIAL = _rope(mrope_section=[2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.25)
@@ -140,6 +105,7 @@ PRESETS: dict[str, Preset] = {
     "llama": _causal("Llama"),
     "mistral": _causal("Mistral", sliding_window=8),
     "ministral": _causal("Ministral", SLIDING),
+    "ministral3": _causal("Ministral3", YARN_SCALED),
     "qwen2": _causal("Qwen2"),
     "qwen3": _causal("Qwen3", head_dim=32),
     "smollm3": _causal("SmolLM3", no_rope_layers=[1, 0]),
@@ -171,12 +137,14 @@ PRESETS: dict[str, Preset] = {
     "gemma": _causal("Gemma"),
     "gemma2": _causal("Gemma2", SLIDING, query_pre_attn_scalar=16),
     "gemma3": _causal("Gemma3", SLIDING, config="Gemma3TextConfig", query_pre_attn_scalar=16),
-    # Three layers: one that shares keys and values needs an earlier one of its own type that doesn't.
+    "gemma3n": _causal(
+        "Gemma3n",
+        _with(SHARED_KEYS, PER_LAYER_INPUT, altup_num_inputs=2, laurel_rank=8),
+        config="Gemma3nTextConfig",
+    ),
     "gemma4": _causal(
         "Gemma4",
-        _with(num_hidden_layers=3, layer_types=["sliding_attention", "full_attention", "full_attention"]),
-        _with(sliding_window=8, global_head_dim=32, num_kv_shared_layers=1, use_double_wide_mlp=True),
-        _with(vocab_size_per_layer_input=256, hidden_size_per_layer_input=8),
+        _with(SHARED_KEYS, PER_LAYER_INPUT, global_head_dim=32, use_double_wide_mlp=True),
         _with(enable_moe_block=True, num_experts=8, top_k_experts=2, moe_intermediate_size=32),
         config="Gemma4TextConfig",
     ),
@@ -216,12 +184,32 @@ PRESETS: dict[str, Preset] = {
     "qwen3_5_moe": _vision_language(
         "Qwen3_5Moe", _with(VISION, POSITIONS), LINEAR, MROPE_PARTIAL, EXPERTS, SHARED_EXPERT
     ),
+    # Its own is the projector between the vision tower of pixtral and the text of ministral3.
+    "mistral3": Preset(
+        "Mistral3Config",
+        "Mistral3ForConditionalGeneration",
+        _with(
+            text_config=_with(BASE, YARN_SCALED, model_type="ministral3"),
+            vision_config=_with(SMALL, RANGE, model_type="pixtral", num_hidden_layers=2, image_size=16, patch_size=4),
+            image_token_index=kinds.IMAGE_IDS["image_token_id"],
+            tie_word_embeddings=False,
+        ),
+        kinds.text_and_pixels,
+    ),
+    # Vision only.
+    "gemma4_vision": Preset(
+        "Gemma4VisionConfig",
+        "Gemma4VisionModel",
+        _with(SMALL, RANGE, num_hidden_layers=2, num_key_value_heads=2, head_dim=16, patch_size=4)
+        | _with(pooling_kernel_size=2, position_embedding_size=16, use_clipped_linears=True),
+        kinds.patches,
+    ),
     # Vision only: InternVL's language part is another family.
     "internvl": Preset(
         "InternVLVisionConfig",
         "InternVLVisionModel",
         _with(SMALL, RANGE, num_hidden_layers=2, norm_type="rms_norm", use_qk_norm=True, image_size=16, patch_size=4),
-        _pixels,
+        kinds.pixels,
     ),
 }
 
@@ -320,7 +308,7 @@ def inputs(
     dtype = config.dtype or torch.float32
     if isinstance(model_or_config, torch.nn.Module):
         dtype = next(p.dtype for p in model_or_config.parameters() if p.is_floating_point())
-    recipe = _RECIPES.get(type(config).__name__, _text)
+    recipe = _RECIPES.get(type(config).__name__, kinds.text)
     with torch.device("cpu"):
         tensors = recipe(config, batch, length, torch.Generator().manual_seed(seed))
     return {key: t.to(device, dtype) if t.is_floating_point() else t.to(device) for key, t in tensors.items()}

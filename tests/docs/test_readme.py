@@ -45,6 +45,18 @@ def test_the_interface_example_runs(shown: dict[str, Any]) -> None:
     assert rows.row("Qwen3MoeExperts.forward").state == "unused"
 
 
+@pytest.mark.parametrize("name", READMES)
+def test_the_table_it_shows_is_the_reports(name: str) -> None:
+    (shown,) = re.findall(r"```\n(target .*?)\n```", (ROOT / name).read_text(encoding="utf-8"), re.DOTALL)
+    model = presets.build("qwen3")
+    kernelize(model)
+    model(**presets.inputs(model))
+    header, norm, mlp, rotary = report(model).table(width=100).splitlines()[:4]
+    # With a GPU in the machine Triton refuses the CPU's MLP, instead of not being there.
+    assert shown.splitlines() == [header, norm, mlp.replace("refused", "kept   "), rotary]
+    unkernelize(model)
+
+
 def test_its_class_entry_serves_a_qwen2(shown: dict[str, Any]) -> None:
     model = presets.build("qwen2")
     before = model(**presets.inputs(model)).logits

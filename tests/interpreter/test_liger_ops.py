@@ -11,7 +11,7 @@ import torch
 
 from tests.support.liger_sites import CASES, load, site_of
 from twinkle.kernel.ops import liger_support
-from twinkle.kernel.probe import agree, cast, random_tensor, stand_in
+from twinkle.kernel.probe import WIDTH, agree, cast, random_tensor, stand_in
 from twinkle.kernel.registry import get_op
 from twinkle.kernel.targets import Site
 from twinkle.kernel.verify import _rounded, allowed_error_used, run_call
@@ -32,8 +32,8 @@ def test_forward_and_backward_are_within_the_judgement(op: str, family: str, nam
     kernel = getattr(loaded, "forward", loaded)
     example = _rounded(reference.example(site, site.variant), dtype)
     cpu = torch.device("cpu")
-    ours, theirs = (run_call(f, example, dtype, cpu).results for f in (kernel, site.original))
-    judge = run_call(getattr(exact, "forward", exact), example, torch.float64, cpu).results
+    ours, theirs = (run_call(f, example, dtype, cpu) for f in (kernel, site.original))
+    judge = run_call(getattr(exact, "forward", exact), example, torch.float64, cpu)
     assert ours.keys() == theirs.keys()
     assert sum(result.startswith("gradient") for result in ours) >= 1
     used = {result: allowed_error_used(ours[result], theirs[result], judge[result]) for result in ours}
@@ -48,7 +48,7 @@ def test_norms_round_where_the_original_rounds(op: str, family: str, name: str) 
     """The judgement lets one rounding more pass; in bf16 another order of casts moves a quarter of the elements."""
     site = site_of(op, family, name)
     kernel = load(op, site).forward
-    module, x = cast(stand_in(site.module), torch.bfloat16), random_tensor(64, 8, seed=7, dtype=torch.bfloat16)
+    module, x = cast(stand_in(site.module), torch.bfloat16), random_tensor(64, WIDTH, seed=7, dtype=torch.bfloat16)
     assert agree(kernel(module, x), site.original(module, x), mismatches=0.02)
 
 

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from tests.support.liger_sites import PATH, make
-from tests.support.triton_device import DEVICE
+from tests.support.triton_device import DEVICE, NO_GPU, ON_GPU
 from twinkle import presets
 from twinkle.kernel import KernelChoice, journal, kernelize
+from twinkle.kernel.ops.glu import triton as glu
 from twinkle.kernel.report import Row, report
 from twinkle.kernel.undo import unkernelize
 from twinkle.kernel.verify import allowed_error_used
@@ -290,3 +291,19 @@ def test_an_ordinary_rotation_runs_the_kernel(rotary: Any) -> None:
     torch.testing.assert_close(function(*inputs), original(*inputs))
     torch.testing.assert_close(function(*inputs[:2], cos=inputs[2], sin=inputs[3], unsqueeze_dim=1), original(*inputs))
     assert (row.calls, row.fallbacks) == (2, {})
+
+
+@pytest.mark.skipif(not ON_GPU, reason=NO_GPU)
+@pytest.mark.parametrize("name", ("swiglu", "swiglu, fused projection", "geglu"))
+def test_a_small_product_with_gradients_is_the_originals(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There it is faster. Without gradients, or compiled, or larger, the kernel runs."""
+    monkeypatch.setattr(glu, "WORTHWHILE", 3 * 32)
+    _, module, row = pair(name)
+    below, enough = torch.randn(2, 32, device=DEVICE), torch.randn(3, 32, device=DEVICE)
+    module(below)
+    assert (row.calls, sum(row.fallbacks.values())) == (0, 1)
+    assert any("too few elements" in reason for reason in row.fallbacks)
+    module(enough)
+    with torch.no_grad():
+        module(below)
+    assert (row.calls, sum(row.fallbacks.values())) == (2, 1)

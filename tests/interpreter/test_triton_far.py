@@ -20,7 +20,7 @@ from twinkle.kernel.ops.rms_norm.reference import rms_norm as norm_formula
 from twinkle.kernel.ops.rms_norm.triton import rms_norm
 from twinkle.kernel.ops.rotary import triton as rotary_backend
 from twinkle.kernel.ops.rotary.reference import DIALECTS, rotate
-from twinkle.kernel.ops.triton_support import launch, workspace
+from twinkle.kernel.ops.triton_programs import Program, workspace
 
 pytestmark = pytest.mark.xdist_group("far")  # one after the other: each takes some ten GB of a GPU
 
@@ -80,8 +80,10 @@ def test_a_norm(dimension: int) -> None:
         close(ours, theirs)
     # And with results that lie apart, too.
     y, dx, dw = apart(torch.zeros_like(plain["x"]), dimension), apart(torch.zeros_like(x), dimension), weight.clone()
-    rstd = triton_launch.launch_forward(launch, ("far", dimension), x, weight, None, y, kind)
-    triton_launch.launch_backward(launch, ("far", dimension), dy, x, weight, None, rstd, (dx, dw, None), 0.0, workspace)
+    rstd = torch.empty(6, device=DEVICE)
+    triton_launch.forward(Program, x, weight, None, y, kind)(x, weight, None, y, rstd)
+    results = dx, dw, None
+    triton_launch.backward(Program, workspace, dy, x, weight, None, results, 0.0)(dy, x, weight, None, rstd, *results)
     for ours, theirs in zip((y, dx, dw), (expected, *gradients), strict=True):
         close(ours, theirs)
 
@@ -121,10 +123,11 @@ def test_a_product(activation: str) -> None:
     (dgate,) = torch.autograd.grad(expected, leaf, grad)
     outputs = [apart(torch.zeros_like(gate), 0) for _ in range(3)]
     far_gate, far_up, far_grad = (apart(t, 0) for t in (gate, up, grad))
-    forward, backward = glu_backend.kernels.forward_kernel, glu_backend.kernels.backward_kernel
-    glu_backend._launch(launch, ("far", activation), forward, "forward", (far_gate, far_up, outputs[0]), activation)
-    tensors = (far_grad, far_gate, far_up, *outputs[1:])
-    glu_backend._launch(launch, ("far", activation), backward, "backward", tensors, activation)
+    for direction, tensors in (
+        ("forward", (far_gate, far_up, outputs[0])),
+        ("backward", (far_grad, far_gate, far_up, *outputs[1:])),
+    ):
+        glu_backend._launched(Program, direction, tensors, activation)(*tensors)
     assert torch.equal(outputs[0], expected) and torch.equal(outputs[1], dgate)
 
 
@@ -138,16 +141,20 @@ def test_a_rotation(number: int, dimension: int) -> None:
     far_tables = [apart(t, {0: 0, 2: 1, 3: 2}.get(dimension, 0)) for t in (cos, sin)]
     inputs = tuple(apart(t, dimension) for t in plain)
     outputs = tuple(apart(torch.zeros_like(t), dimension) for t in plain)
-    rotary_backend._launch(launch, ("far", number, dimension), inputs, outputs, *far_tables, number, 1, False)
+
+    def run(inputs: Any, outputs: Any, tables: Any, backward: bool) -> None:
+        program = rotary_backend._launched(Program, inputs, outputs, *tables, number, 1, backward)
+        program(*inputs, *outputs, *tables)
+
+    run(inputs, outputs, far_tables, False)
     for ours, values in zip(outputs, plain, strict=True):
         tables = cos.double().unsqueeze(1), sin.double().unsqueeze(1)
         close(ours, rotate(values.double(), *tables, dialect, torch.float64))
     back = tuple(apart(torch.zeros_like(t), dimension) for t in plain)
-    key: Any = ("far", number, dimension, "back")
-    rotary_backend._launch(launch, key, outputs, back, *far_tables, number, 1, True)
+    run(outputs, back, far_tables, True)
     plainly = tuple(torch.zeros_like(t) for t in plain)
     dense = tuple(t.contiguous() for t in outputs)
-    rotary_backend._launch(launch, (*key, "plain"), dense, plainly, cos, sin, number, 1, True)
+    run(dense, plainly, (cos, sin), True)
     assert all(map(torch.equal, back, plainly))
 
 

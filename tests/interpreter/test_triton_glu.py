@@ -22,8 +22,9 @@ from tests.support.triton_device import (
     gradient_layouts,
     is_dense,
     laid_out,
-    launches_told_apart,  # noqa: F401
+    launched,  # noqa: F401
     layouts,
+    layouts_told_apart,  # noqa: F401
     second_derivatives,
     subsets,
     times_for,
@@ -104,22 +105,12 @@ def test_accumulated_gradients_have_the_strides_of_the_leaves(fused: bool) -> No
             assert leaf.grad.stride() == leaf.stride()
 
 
-def test_a_fused_projection_is_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fused_projection_is_read_in_place(launched: list[Any]) -> None:  # noqa: F811
     """Neither its halves nor the gradients of these are copied."""
-    from twinkle.kernel.ops.glu import triton as backend
-
-    seen: list[tuple[torch.Tensor, ...]] = []
-
-    def launch(kernel: Any, key: Any, tensors: Any, make: Any) -> None:
-        seen.append(tensors)
-        original(kernel, key, tensors, make)
-
-    original = backend.launch
-    monkeypatch.setattr(backend, "launch", launch)
     gate_up = laid_out((3, 5, 32), torch.float32, "contiguous", 1).requires_grad_()
     product = fused_glu(gate_up, "silu")
     (gradient,) = torch.autograd.grad(product, gate_up, torch.ones_like(product))
-    (gate, up, _), (_, gate_again, up_again, dgate, dup) = seen
+    (gate, up, _), (_, gate_again, up_again, dgate, dup) = (tensors for _, tensors in launched)
     address, half = gate_up.data_ptr(), 16 * gate_up.element_size()
     assert [t.data_ptr() - address for t in (gate, up, gate_again, up_again)] == [0, half, 0, half]
     assert [t.data_ptr() - gradient.data_ptr() for t in (dgate, dup)] == [0, half]

@@ -25,8 +25,9 @@ from tests.support.triton_device import (
     gradient_layouts,
     is_dense,
     laid_out,
-    launches_told_apart,  # noqa: F401
+    launched,  # noqa: F401
     layouts,
+    layouts_told_apart,  # noqa: F401
     second_derivatives,
     subsets,
     times_for,
@@ -201,22 +202,13 @@ def test_a_gradient_to_be_differentiated_again_holds_its_own_part_only() -> None
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
-def test_a_frozen_weight_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from twinkle.kernel.ops.rms_norm import triton as backend
-
-    launched: list[dict[str, Any]] = []
-
-    def launch(kernel: Any, key: Any, tensors: Any, make: Any) -> None:
-        launched.append(make().constants)
-        original(kernel, key, tensors, make)
-
-    original = backend.launch
-    monkeypatch.setattr(backend, "launch", launch)
+def test_a_frozen_weight_costs_nothing(launched: list[Any]) -> None:  # noqa: F811
     x, weight = laid_out((5, 16), torch.float32, "contiguous", 1).requires_grad_(), weight_of(16, torch.float32)
     assert weight is not None
     rms_norm(x, weight, None, 1e-6, 0.0, "before").sum().backward()
     rms_norm(x, weight.requires_grad_(), None, 1e-6, 0.0, "before").sum().backward()
-    assert [constants.get("NEEDS_DW") for constants in launched] == [None, False, None, True]
+    needs = [program.launch.constants.get("NEEDS_DW") for program, _ in launched]
+    assert needs == [None, False, None, True]
 
 
 def _weight_gradient(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,8 +21,8 @@ from tests.support.triton_device import (
     gradient_layouts,
     is_dense,
     laid_out,
-    launches_told_apart,  # noqa: F401
     layouts,
+    layouts_told_apart,  # noqa: F401
     second_derivatives,
     subsets,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -15,12 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.triton_device import DEVICE, NO_GPU, ON_GPU, examples, laid_out
-from twinkle.kernel.ops import triton_support
+from twinkle.kernel.ops import triton_programs, triton_support
 from twinkle.kernel.ops.glu.triton import fused_glu, glu
+from twinkle.kernel.ops.rms_norm import triton as rms_norm_backend
 from twinkle.kernel.ops.rms_norm import triton_launch
 from twinkle.kernel.ops.rms_norm.reference import rms_norm as formula
 from twinkle.kernel.ops.rms_norm.triton import rms_norm
-from twinkle.kernel.ops.triton_support import Launch, far, launch, rows_of, tuned, workspace
+from twinkle.kernel.ops.triton_programs import Launch, Memory, Program, Workspace, workspace
+from twinkle.kernel.ops.triton_support import far, rows_of, tuned
 from twinkle.kernel.targets import Site
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -101,11 +102,11 @@ def test_every_row_is_found_beyond_32_bits() -> None:
     assert offset + (last % rows.inner) * rows.stride + t.shape[-1] == t.numel()
 
 
-# --- remembered launches ----------------------------------------------------------------------------------------------
+# --- programs ---------------------------------------------------------------------------------------------------------
 
 
 class _Kernel:
-    """Notes what it is launched with, in the place of a compiled kernel."""
+    """Notes what it is launched with, in the place of a kernel for a GPU."""
 
     arg_names = ("a", "b", "n", "SIZE")
 
@@ -116,37 +117,24 @@ class _Kernel:
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def run(*arguments: Any, **constants: Any) -> Any:
             self.compiled.append((grid, *arguments, constants))
-            return _Program(self)
+            return _Compiled(self)
 
         return run
 
 
-class _Program:
+class _Compiled:
     packed_metadata = "metadata"
-    function = "function"
 
     def __init__(self, kernel: _Kernel) -> None:
         self.kernel = kernel
 
-    def run(self, *arguments: Any) -> None:
-        self.kernel.quick.append(arguments)
-
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments: self.kernel.quick.append(("public", grid, *arguments))
+        return lambda *arguments: self.kernel.quick.append((grid, *arguments))
 
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> _Kernel:
-    class _Driver:
-        @staticmethod
-        def get_current_stream(device: Any) -> str:
-            return f"stream of {device}"
-
-    from triton.runtime.driver import driver
-
-    monkeypatch.setattr(driver, "_active", _Driver)
-    monkeypatch.setattr(triton_support, "_prepared", {})
-    monkeypatch.setattr(triton_support, "several_devices", lambda: False)
+    monkeypatch.setattr(triton_programs, "several_devices", lambda: False)
     return _Kernel()
 
 
@@ -154,86 +142,74 @@ def tensors(offset: int = 0) -> tuple[torch.Tensor, torch.Tensor | None]:
     return torch.zeros(32, dtype=torch.bfloat16)[offset:][:16], None
 
 
-def made() -> Launch:
-    return Launch((7,), (5,), {"SIZE": 16}, 4)
+MADE = Launch((7,), (5,), {"SIZE": 16}, 4)
 
 
-def test_a_launch_like_an_earlier_one_goes_to_the_program_at_once(kernel: _Kernel) -> None:
+def test_from_the_second_launch_on_a_program_is_started_at_once(kernel: _Kernel) -> None:
     first, second = tensors(), tensors()
-    launch(kernel, "key", first, made)
-    launch(kernel, "key", second, lambda: pytest.fail("it was known"))
-    assert [entry[1:4] for entry in kernel.compiled] == [(*first, 5)]
-    ((*where, enter, leave, a, b, n, size),) = kernel.quick
-    assert where == [7, 1, 1, "stream of None", "function", "metadata", None]
-    assert (enter, leave, b, n, size) == (None, None, None, 5, 16)
-    assert a is second[0]
+    program = Program(kernel, MADE)
+    program(*first)
+    program(*second)
+    assert kernel.compiled == [((7,), *first, 5, {"SIZE": 16, "num_warps": 4})]
+    assert kernel.quick == [((7, 1, 1), second[0].data_ptr(), None, 5, 16)]
 
 
-def test_another_key_and_another_kernel_are_other_launches(kernel: _Kernel) -> None:
-    other = _Kernel()
-    for one, key in ((kernel, "a"), (kernel, "b"), (other, "a")):
-        launch(one, key, tensors(), made)
-    assert (len(kernel.compiled), len(other.compiled), kernel.quick) == (2, 1, [])
+def test_programs_are_apart(kernel: _Kernel) -> None:
+    for _ in range(2):
+        Program(kernel, MADE)(*tensors())
+    assert (len(kernel.compiled), kernel.quick) == (2, [])
 
 
 def test_a_misaligned_tensor_takes_tritons_own_way(kernel: _Kernel) -> None:
     """Programs are compiled for addresses that are multiples of 16."""
-    launch(kernel, "key", tensors(), made)
+    program = Program(kernel, MADE)
+    program(*tensors(1))
+    program(*tensors())
     for _ in range(2):
-        launch(kernel, "key", tensors(1), made)
-    assert (len(kernel.compiled), kernel.quick) == (3, [])
-    launch(kernel, "key", tensors(8), made)
-    assert (len(kernel.compiled), len(kernel.quick)) == (3, 1)
+        program(*tensors(1))
+    assert (len(kernel.compiled), kernel.quick) == (4, [])
+    program(*tensors(8))
+    assert (len(kernel.compiled), len(kernel.quick)) == (4, 1)
 
 
-def test_a_misaligned_tensor_first_leaves_no_program_behind(kernel: _Kernel) -> None:
-    launch(kernel, "key", tensors(1), made)
-    launch(kernel, "key", tensors(), made)
-    assert (len(kernel.compiled), kernel.quick) == (2, [])
-
-
-def test_no_more_launches_are_remembered_than_allowed(kernel: _Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_support, "MOST_PREPARED", 3)
+def test_no_more_layouts_are_remembered_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Memory, "MOST", 3)
+    memory: Memory[int] = Memory()
     for number in range(5):
-        launch(kernel, number, tensors(), made)
-        assert len(triton_support._prepared) <= 3
-    launch(kernel, 4, tensors(), made)
-    assert (len(kernel.compiled), len(kernel.quick)) == (5, 1)
+        assert memory.add(number, 10 * number) == 10 * number == memory.get(number)
+        assert len(memory) <= 3
+    assert memory == {3: 30, 4: 40}
 
 
-def test_hooks_and_other_tritons_get_the_public_way(kernel: _Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(not ON_GPU, reason=NO_GPU)
+def test_hooks_of_triton_are_called() -> None:
+    """Although the quick way of a launch leaves out what makes their records."""
     import triton
 
-    hook = lambda metadata: None  # noqa: E731
+    x, weight = (laid_out(shape, torch.float32, "contiguous", 1) for shape in ((4, 64), (64,)))
+    call = lambda: rms_norm(x, weight, None, 1e-6, 0.0, "before")  # noqa: E731
+    expected, seen = [call() for _ in range(2)][1], []
+    hook = lambda metadata: seen.append(metadata.get()["name"])  # noqa: E731
     triton.knobs.runtime.launch_enter_hook.add(hook)
     try:
-        for _ in range(2):
-            launch(kernel, "with a hook", tensors(), made)
+        assert torch.equal(call(), expected)
     finally:
         triton.knobs.runtime.launch_enter_hook.remove(hook)
-    launch(kernel, "with a hook", tensors(), made)
+    assert torch.equal(call(), expected)
+    assert seen == ["forward_kernel"]
+
+
+@pytest.mark.skipif(not ON_GPU, reason=NO_GPU)
+def test_another_triton_gets_the_public_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
     monkeypatch.setattr(triton, "__version__", "3.7.0")
+    monkeypatch.setattr(triton_programs, "_quick", lambda *_: pytest.fail("it is for another version"))
+    monkeypatch.setattr(rms_norm_backend, "_layouts", Memory())
+    x, weight = (laid_out(shape, torch.float32, "contiguous", 1) for shape in ((4, 64), (64,)))
     for _ in range(2):
-        launch(kernel, "another Triton", tensors(), made)
-    assert [entry[0] == "public" for entry in kernel.quick] == [True, False, True]
-    assert kernel.quick[0][1] == (7, 1, 1)
-
-
-def test_several_devices_are_each_made_current(kernel: _Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    current: list[str] = []
-
-    @contextlib.contextmanager
-    def on_device(tensor: torch.Tensor) -> Any:
-        current.append(f"{tensor.device}")
-        yield
-        current.append("left")
-
-    monkeypatch.setattr(triton_support, "several_devices", lambda: True)
-    monkeypatch.setattr(triton_support, "on_device", on_device)
-    for _ in range(2):
-        launch(kernel, "key", tensors(), made)
-    assert current == ["cpu", "left"] * 2
-    assert len(kernel.quick) == 1
+        y = rms_norm(x, weight, None, 1e-6, 0.0, "before")
+        torch.testing.assert_close(y, formula(x, weight, 1e-6))
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
@@ -255,8 +231,9 @@ def test_real_launches_alternate_between_aligned_and_not(dtype: torch.dtype) -> 
 
 @pytest.mark.skipif(not ON_GPU, reason=NO_GPU)
 def test_real_launches_are_remembered_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_support, "_prepared", {})
-    monkeypatch.setattr(triton_support, "MOST_PREPARED", 6)
+    memory: Memory[Any] = Memory()
+    monkeypatch.setattr(rms_norm_backend, "_layouts", memory)
+    monkeypatch.setattr(Memory, "MOST", 3)
     weight = laid_out((64,), torch.float32, "contiguous", 2).requires_grad_()
     for rows in (1, 2, 3, 4, 5, 1, 2):
         for seed in (1, 2):
@@ -269,22 +246,21 @@ def test_real_launches_are_remembered_and_forgotten(monkeypatch: pytest.MonkeyPa
                 strict=True,
             ):
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-            assert 0 < len(triton_support._prepared) <= 6
+            assert 0 < len(memory) <= 3
 
 
 # --- workspaces -------------------------------------------------------------------------------------------------------
 
 
 def test_counters_are_zeros_after_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from twinkle.kernel.ops.rms_norm import triton as backend
+    rooms: list[Workspace] = []
 
-    rooms: list[triton_support.Workspace] = []
-
-    def note(*arguments: Any) -> triton_support.Workspace:
+    def note(*arguments: Any) -> Workspace:
         rooms.append(workspace(*arguments))
         return rooms[-1]
 
-    monkeypatch.setattr(backend, "workspace", note)
+    monkeypatch.setattr(rms_norm_backend, "workspace", note)
+    monkeypatch.setattr(rms_norm_backend, "_layouts", Memory())
     weight = laid_out((8,), torch.float32, "contiguous", 2).requires_grad_()
     for rows in (1, 300, 9000):
         x = laid_out((rows, 8), torch.float32, "contiguous", rows)
@@ -315,7 +291,7 @@ BLOCKS = {
     ("rms_norm", "backward"): [2**n for n in range(15)],
     **{(op, direction): [1] for op in ("glu", "rotary") for direction in ("forward", "backward")},
 }
-ENTRIES = {"rms_norm": 4, "glu": 2, "rotary": 1}
+ENTRIES = {"rms_norm": 4, "glu": 2, "rotary": 2}
 
 
 def test_the_blocks_are_those_that_the_code_asks_for() -> None:
@@ -323,7 +299,7 @@ def test_the_blocks_are_those_that_the_code_asks_for() -> None:
         widest = BLOCKS["rms_norm", direction][-1]
         assert widest == triton_launch.WIDEST[direction] >= triton_launch.WIDE_BLOCK
         for width in (1, 2, 3, 100, widest - 1, widest, widest + 1, 10 * widest):
-            shape = triton_launch._shape(torch.device("cpu"), direction, width, 1000)
+            shape = triton_launch.shape_of(torch.device("cpu"), direction, width, 1000)
             assert shape.block in BLOCKS["rms_norm", direction]
             assert shape.block >= width or width > widest
 
@@ -339,10 +315,8 @@ def test_every_architecture_has_an_entry_for_every_block(architecture: str, monk
             found = tuned(op, direction, torch.device("cpu"), block)
             assert len(found) == ENTRIES[op]
             assert all(number >= 1 for number in found)
-            warps = {"rms_norm": 1, "glu": 1, "rotary": 0}[op]
-            assert found[warps] in (1, 2, 4, 8, 16, 32)
-            if op != "rotary":
-                assert found[0] & (found[0] - 1) == 0  # sizes are powers of two
+            assert found[1] in (1, 2, 4, 8, 16, 32)  # warps
+            assert found[0] & (found[0] - 1) == 0  # sizes are powers of two
     tuned.cache_clear()
 
 
@@ -371,7 +345,6 @@ def test_a_candidate_of_the_tuner_reaches_the_launch(monkeypatch: pytest.MonkeyP
         tune.use("rms_norm", (elements, warps, 4, 3))
         shape = triton_launch.shape_of(torch.device("cpu"), "backward", 512, 10**6)
         assert (shape.rows_each, shape.warps, shape.stages) == (elements // 512, warps, 3)
-    triton_launch._known_shape.cache_clear()
 
 
 # --- availability -----------------------------------------------------------------------------------------------------

@@ -321,4 +321,4 @@ def test_a_target_that_the_model_has_not_is_a_row_and_a_warning(
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1 and "ToyNorm" in warnings[0] and "apply_rope" in warnings[0]
     unkernelize(qwen3)
-    refused(qwen3, mapping, "strict", "ToyNorm", "unused", strict=True)
+    refused(qwen3, mapping, "strict", "ToyNorm", "unused", "leave the entry out for this model", strict=True)

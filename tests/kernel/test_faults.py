@@ -252,6 +252,22 @@ def test_a_function_that_fails_when_it_is_called_is_named(model: toys.ToyModel) 
     assert "rope" in raised.value.__notes__[0] and report(model).rows[0].errors == 1
 
 
+@pytest.mark.parametrize(
+    ("answer", "words"), [(boom, "accepts_call() raised RuntimeError: boom"), (lambda *args: False, "False")]
+)
+def test_a_call_that_the_kernel_cannot_judge_is_the_originals(model: toys.ToyModel, answer: Any, words: str) -> None:
+    kernel = type("Guarded", (Raising,), {"accepts_call": staticmethod(answer)})
+    register(KernelImpl(loads(kernel), here))
+    output = bits(model, toys.toy_input())
+    kernelize(model, {NORM: fragile()})
+    assert torch.equal(bits(model, toys.toy_input()), output)
+    (row,) = report(model).rows
+    assert (row.calls, row.errors, row.fallbacks) == (0, 0, {words: 4})
+    json.dumps(report(model).to_dict())
+    with pytest.raises(TypeError, match="forward"):  # what is no call at all is told in the original's words
+        model.layers[0].norm1()
+
+
 def test_how_checkpointing_stops_is_no_error() -> None:
     from torch.utils.checkpoint import checkpoint
 

@@ -129,22 +129,30 @@ def test_a_liger_without_a_symbol_is_a_reason_that_names_it(tmp_path: Path) -> N
 
 
 def test_packages_that_are_not_there() -> None:
+    """Where nothing could run the kernels, that is the reason: installing a package would be no remedy."""
     answers = run(
         """
         from importlib import util
+        from twinkle.kernel.ops import liger_support, triton_support
 
         found = util.find_spec
         for name in ("triton", "liger_kernel"):
             util.find_spec = lambda wanted, package=None: None if wanted == name else found(wanted, package)
             answers[name] = ask()
+            if name == "triton":
+                answers["own"] = str(triton_support.available()[1])
+                liger_support.platform_of = triton_support.platform_of = lambda kind: "a platform"
+                answers["own with a GPU"] = str(triton_support.available()[1])
+                answers["triton with a GPU"] = ask()
         """,
         interpret=True,
     )
-    assert answers["triton"] == ["no-package", "the package triton is not installed (install twinkle-kernel[liger])"]
-    assert answers["liger_kernel"] == [
-        "no-package",
-        "the package liger-kernel is not installed (install twinkle-kernel[liger])",
-    ]
+    assert answers["triton"] == ["no-device", "no device for Liger's Triton kernels (looked for cuda, npu, xpu)"]
+    assert answers["own"] == "Triton has no GPU to run on"
+    assert answers["own with a GPU"] == "the package triton is not installed (pip install triton)"
+    install = "pip install 'twinkle-kernel[liger]'"
+    assert answers["triton with a GPU"] == ["no-package", f"the package triton is not installed ({install})"]
+    assert answers["liger_kernel"] == ["no-package", f"the package liger-kernel is not installed ({install})"]
 
 
 def test_an_interpreter_with_gaps_is_found_by_running_a_kernel_and_moe_is_not_tuned_by_surprise() -> None:

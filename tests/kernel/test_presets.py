@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import re
@@ -22,6 +23,7 @@ EXPECTED = {
     "llama": "LlamaRMSNorm LlamaMLP apply_rotary_pos_emb",
     "mistral": "MistralRMSNorm MistralMLP apply_rotary_pos_emb",
     "ministral": "MinistralRMSNorm MinistralMLP apply_rotary_pos_emb",
+    "ministral3": "Ministral3RMSNorm Ministral3MLP apply_rotary_pos_emb",
     "qwen2": "Qwen2RMSNorm Qwen2MLP apply_rotary_pos_emb",
     "qwen3": "Qwen3RMSNorm Qwen3MLP apply_rotary_pos_emb",
     "smollm3": "SmolLM3RMSNorm SmolLM3MLP apply_rotary_pos_emb",
@@ -39,6 +41,7 @@ EXPECTED = {
     "gemma": "GemmaRMSNorm GemmaMLP apply_rotary_pos_emb",
     "gemma2": "Gemma2RMSNorm Gemma2MLP apply_rotary_pos_emb",
     "gemma3": "Gemma3RMSNorm Gemma3MLP apply_rotary_pos_emb",
+    "gemma3n": "Gemma3nRMSNorm Gemma3nTextMLP apply_rotary_pos_emb",
     "gemma4": "Gemma4RMSNorm Gemma4TextMLP Gemma4TextExperts Gemma4TextRouter apply_rotary_pos_emb",
     "mixtral": "MixtralRMSNorm MixtralExperts MixtralSparseMoeBlock MixtralTopKRouter apply_rotary_pos_emb",
     "gpt_oss": "GptOssRMSNorm GptOssMLP GptOssExperts GptOssTopKRouter apply_rotary_pos_emb",
@@ -64,6 +67,8 @@ EXPECTED = {
     "qwen3_5_moe": "Qwen3_5MoeRMSNorm Qwen3_5MoeRMSNormGated LayerNorm Qwen3_5MoeMLP Qwen3_5MoeVisionMLP "
     "Qwen3_5MoeExperts Qwen3_5MoeSparseMoeBlock Qwen3_5MoeTopKRouter Qwen3_5MoeGatedDeltaNet apply_rotary_pos_emb "
     "apply_rotary_pos_emb_vision",
+    "mistral3": "Mistral3RMSNorm PixtralRMSNorm PixtralMLP Ministral3RMSNorm Ministral3MLP apply_rotary_pos_emb",
+    "gemma4_vision": "Gemma4RMSNorm Gemma4VisionMLP",
     "internvl": "InternVLVisionRMSNorm InternVLVisionMLP",
 }
 
@@ -121,13 +126,14 @@ def test_forward_reaches_what_kernels_replace(name, monkeypatch):
     called = set()
     for module in model.modules():
         module.register_forward_hook(lambda module, args, result: called.add(type(module).__name__))
-    modeling, expected = sys.modules[type(model).__module__], set(EXPECTED[name].split())
+    homes, expected = {sys.modules[type(m).__module__] for m in model.modules()}, set(EXPECTED[name].split())
 
     def recorder(function_name, original):
         return lambda *args, **kwargs: called.add(function_name) or original(*args, **kwargs)
 
-    for function_name in (n for n in expected if n.startswith("apply_")):
-        monkeypatch.setattr(modeling, function_name, recorder(function_name, getattr(modeling, function_name)))
+    for home, function_name in itertools.product(homes, expected):
+        if function_name.startswith("apply_") and hasattr(home, function_name):
+            monkeypatch.setattr(home, function_name, recorder(function_name, getattr(home, function_name)))
     run(model)
     assert expected - called == set()
 
@@ -173,8 +179,9 @@ def test_bfloat16_is_the_rounded_model(name):
     with torch.no_grad():
         value, outputs = presets.loss(run(full)), run(model)
     assert output(outputs).dtype == torch.bfloat16
-    # The losses are means over 30 tokens near ln(256); bfloat16 has 8 bits, and a wrong expert or two may be chosen.
-    assert abs(presets.loss(outputs) - value) < 0.1
+    # The losses of text are means over 30 tokens near ln(256); bfloat16 has 8 bits, and a wrong expert or two may be
+    # chosen.
+    assert abs(presets.loss(outputs) - value) < 0.018 * value
 
 
 @pytest.mark.parametrize("name", NAMES)

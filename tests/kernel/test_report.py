@@ -131,14 +131,26 @@ def test_the_same_reason_of_many_instances_is_told_once(qwen3: nn.Module) -> Non
 def test_a_report_of_what_was_never_kernelized(qwen3: nn.Module) -> None:
     made = report(qwen3)
     assert made.rows == [] and made.device == "cpu"
-    assert {part.target for part in made.uncovered} == {NORM, MLP, ROTARY}
-    assert "nothing is installed" in made.table() and 'KernelChoice(op="rms_norm"' in made.table()
+    assert made.uncovered == [], "the default config covers all of it"
+    assert made.table(width=200) == (
+        "Nothing is kernelized in this model: call twinkle.kernel.kernelize(model). "
+        "twinkle.kernel.report.plan(model).table() shows what that would do."
+    )
+
+
+def test_a_report_of_a_custom_model_names_what_the_default_config_would_not_cover() -> None:
+    made = report(toys.toy())
+    assert made.uncovered == plan(toys.toy()).uncovered != []
+    table = made.table(width=200)
+    assert table.startswith("Nothing is kernelized") and "Not covered by the default mapping" in table
+    assert all(part.config_line in table for part in made.uncovered if part.config_line)
 
 
 def test_a_report_after_the_undo(qwen3: nn.Module) -> None:
     kernelize(qwen3, {NORM: choice("rms_norm")})
     unkernelize(qwen3)
-    assert report(qwen3).rows == []
+    assert report(qwen3).rows == [] and report(qwen3).uncovered == []
+    assert report(qwen3).table().startswith("Nothing is kernelized in this model")
 
 
 def test_a_part_of_a_model_and_a_wrapper_around_it(qwen3: nn.Module) -> None:
@@ -164,11 +176,25 @@ def test_what_somebody_else_put_on_top_is_told(qwen3: nn.Module, monkeypatch: py
         report(qwen3)
         assert "1 of the modules have got a forward of their own since, which runs instead" in norm.why()
         assert "modeling_qwen3.apply_rotary_pos_emb was replaced by somebody else since" in rotary.why()
-        assert "since" not in mlp.why() and "replaced by somebody" in report(qwen3).table()
+        assert "since" not in mlp.why() and "replaced by somebody" in report(qwen3).table(width=300)
         assert any("forward of their own" in note for note in report(qwen3).to_dict()["rows"][0]["notes"])
     del qwen3.model.norm.forward
     report(qwen3)
     assert "since" not in norm.why() + rotary.why()
+
+
+def test_a_class_that_is_changed_afterwards_is_told(qwen3: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The modules don't see the change: kernelize looks anew."""
+    kernelize(qwen3, {NORM: choice("rms_norm"), MLP: choice("swiglu")})
+    norm, mlp = report(qwen3).rows
+    with monkeypatch.context() as patched:
+        patched.setattr(modeling_qwen3.Qwen3RMSNorm, "forward", lambda self, x: x)
+        assert any(
+            "Qwen3RMSNorm.forward was changed in its class since" in note for note in report(qwen3).rows[0].notes
+        )
+        assert norm.why().endswith("kernelize again to decide anew") and "since" not in mlp.why()
+    report(qwen3)
+    assert "since" not in norm.why()
 
 
 # --- again ----------------------------------------------------------------------------------------------------------
@@ -238,32 +264,98 @@ def test_a_second_model_that_wants_another_backend_gets_a_reason(qwen3: nn.Modul
     unkernelize(other)
 
 
-# --- the table and the data -----------------------------------------------------------------------------------------
+# --- the data -------------------------------------------------------------------------------------------------------
 
 
-def test_the_table(qwen3: nn.Module) -> None:
-    kernelize(qwen3, {**DEFAULT_KERNEL_CONFIG, NORM: choice("rms_norm"), toys.ToyNorm: choice("rms_norm")})
-    run(qwen3)
-    table = report(qwen3).table()
-    lines = table.splitlines()
-    assert lines[0].split() == ["target", "op", "state", "backend", "scope", "instances", "calls", "fallbacks"]
-    row = ["qwen3.Qwen3RMSNorm", "rms_norm", "installed", "loopback", "model", "9", "9", "-"]
-    assert row in [line.split() for line in lines]
-    assert any(line.startswith("tests.support.toys.ToyNorm") and "unused" in line for line in lines)
-    assert "more entries name parts of other models" in table and "llama.LlamaRMSNorm" not in table
-    assert "llama.LlamaRMSNorm" in report(qwen3).table(all_rows=True)
-    assert all(len(line) < 500 for line in lines) and str(report(qwen3)) == table
+def test_verification_leaves_a_mark_on_what_passed(qwen3: nn.Module) -> None:
+    mapping = {NORM: choice("rms_norm"), MLP: choice("swiglu", "refuse"), ROTARY: choice("rotary")}
+    kernelize(qwen3, mapping)
+    assert [row.verified for row in report(qwen3).rows] == [False, False, False]
+    kernelize(qwen3, mapping, verify=True)
+    rows = report(qwen3).to_dict()["rows"]
+    assert [row["verified"] for row in rows] == [True, False, True], "what an earlier call installed is compared too"
+    other = presets.build("qwen3", seed=1)
+    kernelize(other, mapping, verify=True)
+    assert [row.verified for row in report(other).rows] == [True, False, True]
+    unkernelize(other)
 
 
-def test_fallbacks_and_compiled_calls_show() -> None:
+def test_what_could_not_be_verified_has_no_mark() -> None:
+    meta = presets.build("qwen3", device="meta")
+    kernelize(meta, {NORM: choice("rms_norm")}, verify=True)
+    (row,) = report(meta).rows
+    assert row.state == "installed" and "not verified" in row.why() and not row.verified
+
+
+def test_an_earlier_row_is_verified_only_when_all_it_serves_was() -> None:
+    class Norm(toys.ToyNorm):
+        offset = 1.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = x.float()
+            h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
+            return (h * (self.offset + self.scale.float())).to(x.dtype)
+
+    model = nn.ModuleList([Norm(8), Norm(8)])
+    model[1].offset = 0.0
+    mapping = {Norm: choice("rms_norm")}
+    kernelize(model, mapping)
+    (row,) = report(model).rows
+    kernelize(model[0], mapping, verify=True)
+    assert report(model).rows == [row] and row.instances == 2 and not row.verified
+    kernelize(model, mapping, verify=True)
+    assert report(model).rows == [row] and row.verified
+    unkernelize(model)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("sdpa", DEFAULT_KERNEL_CONFIG["sdpa"], True),
+        ("fla", KernelChoice("fla", ("fla", "npu")), True),  # nobody could name another one
+        ("fla", KernelChoice("fla", ("inductor",)), True),  # nor derive one
+        (MLP, KernelChoice("swiglu", ("npu",)), False),  # there are others to name
+        (MLP, KernelChoice("swiglu", ("npu", "refuse")), False),
+        (MLP, KernelChoice("swiglu", ("loopbak",)), False),  # a misspelling is nobody's future work
+        (MLP, KernelChoice("swiglu", ("loopback",)), False),
+    ],
+)
+def test_an_op_without_backends_is_marked(qwen3: nn.Module, key: str, value: KernelChoice, expected: bool) -> None:
+    (row,) = plan(qwen3, {key: value}).to_dict()["rows"]
+    assert row["unimplemented"] is expected
+
+
+def test_a_default_entry_that_waits_for_its_backends_is_marked() -> None:
+    rows = {row.op: row for row in plan(presets.build("qwen3_moe")).rows if row.state != "unused"}
+    assert [op for op, row in rows.items() if row.unimplemented] == [
+        "moe_experts",
+        "moe_block",
+        "sdpa_attention",
+        "fla",
+    ]
+    (npu, triton) = rows["moe_experts"].to_dict()["tried"]
+    assert npu["reasons"] == [
+        {
+            "code": "not-registered",
+            "text": "backend npu is not registered for op moe_experts",
+            "hint": "registered: liger, inductor, loopback, refuse",
+            "sites": 0,
+        }
+    ]
+
+
+@pytest.mark.parametrize(("device", "here"), [("cpu", True), ("meta", True), ("xpu", False)])
+def test_a_plan_says_whether_the_device_is_here(qwen3: nn.Module, device: str, here: bool) -> None:
+    made = plan(qwen3, {NORM: choice("rms_norm")}, device=device)
+    assert (made.device, made.device_here, made.to_dict()["device_here"]) == (device, here, here)
+    assert made.table(width=300).startswith(f"This machine has no {device}: packages and hardware") is not here
+
+
+def test_compiled_calls_are_part_of_the_data() -> None:
     row = Row("a.b", "op", "installed", "mine", instances=1)
-    row.counts.kernel, row.counts.compiled = 0, True
+    row.counts.compiled = True
     row.counts.fall_back("x is on the meta device")
     row.counts.fall_back("x is on the meta device")
-    from twinkle.kernel.report import Report
-
-    table = Report([row], []).table()
-    assert "compiled: not counted" in table and "2 x x is on the meta device" in table
     assert row.to_dict()["fallbacks"] == {"x is on the meta device": 2} and row.to_dict()["compiled"] is True
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import sys
+import types
 
 import pytest
 
@@ -284,3 +285,15 @@ def test_a_function_returns_when_its_last_model_is_collected(second_backend):
     third = kernelize(presets.build("llama"), mapping(second_backend, "llama."))
     assert rows_of(third)["llama.apply_rotary_pos_emb"].backend == second_backend
     unkernelize(third)
+
+
+def test_files_that_hold_a_function_by_an_import_are_named(monkeypatch):
+    model = presets.build("llama")
+    for name, attribute in (("holds_it", "apply_rotary_pos_emb"), ("holds_it_by_another_name", "rope")):
+        holder = types.ModuleType(name)
+        setattr(holder, attribute, modeling(model).apply_rotary_pos_emb)
+        monkeypatch.setitem(sys.modules, name, holder)
+    kernelize(model, mapping("loopback", "llama."))
+    row = rows_of(model)["llama.apply_rotary_pos_emb"]
+    assert row.notes == ["these hold the original by an import and keep calling it: holds_it, holds_it_by_another_name"]
+    unkernelize(model)

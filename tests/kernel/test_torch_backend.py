@@ -16,9 +16,9 @@ pytest.importorskip("transformers")
 
 from torch import nn
 
-from tests.kernel.test_families import chosen_experts
 from tests.support.models import clean_process, installed, mapping, rows_of  # noqa: F401
 from twinkle import presets
+from twinkle.commands.verify import comparable_inputs
 from twinkle.kernel import KernelChoice, kernelize
 from twinkle.kernel.install import kernel_for
 from twinkle.kernel.ops.derived import Example
@@ -73,8 +73,8 @@ def rows(*shape: int, seed: int = 2) -> torch.Tensor:
 def used(kernel, original, exact, module: nn.Module, *args: torch.Tensor, dtype: torch.dtype) -> dict[str, float]:
     """The share of the allowed error that each result has used up; inputs are rounded to ``dtype`` first."""
     example = Example(copy.deepcopy(module).to(dtype).double(), tuple(a.to(dtype).double() for a in args))
-    judge = run_call(exact, example, torch.float64, CPU).results
-    ours, theirs = (run_call(f, example, dtype, CPU).results for f in (kernel, original))
+    judge = run_call(exact, example, torch.float64, CPU)
+    ours, theirs = (run_call(f, example, dtype, CPU) for f in (kernel, original))
     assert ours.keys() == theirs.keys() == judge.keys()
     return {name: allowed_error_used(ours[name], theirs[name], judge[name]) for name in judge}
 
@@ -337,6 +337,45 @@ def test_torch_func_goes_to_the_original():
     assert (row.calls, row.fallbacks) == (0, {"inside a functorch transform": 1})
 
 
+def test_forward_mode_differentiation_goes_to_the_original():
+    from torch.autograd import forward_ad
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    model, x, tangent = nn.Sequential(LlamaRMSNorm(16)), random_tensor(3, 16), random_tensor(3, 16, seed=1)
+
+    def derivative():
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(model(forward_ad.make_dual(x, tangent))).tangent
+
+    expected = derivative()
+    kernelize(model, {f"{LLAMA}.LlamaRMSNorm": KernelChoice("rms_norm", ("torch",))})
+    assert torch.equal(derivative(), expected)
+    assert report(model).rows[0].fallbacks == {"inside forward-mode differentiation": 1}
+
+
+def test_nested_tensors_go_to_the_original():
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    model = nn.Sequential(LlamaRMSNorm(16))
+    x = torch.nested.nested_tensor([random_tensor(n, 16, seed=n) for n in (3, 5)], layout=torch.jagged)
+    expected = model(x)
+    kernelize(model, {f"{LLAMA}.LlamaRMSNorm": KernelChoice("rms_norm", ("torch",))})
+    assert torch.equal(model(x).values(), expected.values())
+    assert report(model).rows[0].fallbacks == {"a nested tensor": 1}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_trace_is_of_the_original_and_can_be_saved(tmp_path):
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    model, x = nn.Sequential(LlamaRMSNorm(16)), random_tensor(3, 16)
+    expected = model(x)
+    kernelize(model, {f"{LLAMA}.LlamaRMSNorm": KernelChoice("rms_norm", ("torch",))})
+    torch.jit.trace(model, x).save(tmp_path / "traced.pt")
+    assert torch.equal(torch.jit.load(tmp_path / "traced.pt")(x), expected)
+    assert report(model).rows[0].fallbacks.keys() == {"inside torch.jit.trace"}
+
+
 def test_tables_that_need_a_gradient_go_to_the_original():
     variant = rotary_reference.RotaryVariant(rotary_reference.Dialect(), False, rotary_reference.SIGNATURES[0])
     q, k, cos, sin = rotary_reference._inputs(variant, 16, 16, torch.float32, torch.float32)
@@ -437,23 +476,6 @@ INSTALLED = {
 }
 
 
-def inputs_routed_alike(original: nn.Module, model: nn.Module, count: int) -> list[dict]:
-    """Inputs for which both models and the original in fp64 choose the same experts: elsewhere rounding decides."""
-    exact = copy.deepcopy(original).double()
-    if hasattr(original.config, "_experts_implementation"):
-        exact.set_experts_implementation("eager")
-    found = []
-    for seed in range(60):
-        inputs = presets.inputs(original, seed=seed)
-        double = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
-        chosen = [chosen_experts(m, i) for m, i in ((original, inputs), (model, inputs), (exact, double))]
-        if all(all(map(torch.equal, chosen[0], other)) for other in chosen[1:]):
-            found.append(inputs)
-        if len(found) == count:
-            return found
-    raise AssertionError("not enough inputs that are routed alike")
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", INSTALLED)
 def test_whole_models(family, dtype):
@@ -463,7 +485,8 @@ def test_whole_models(family, dtype):
     assert installed(model) == {f"{family}.{target}": n for target, n in INSTALLED[family].items()}
     # In fp32 a kernel as exact as the original is beyond twice its error in one of 250 tensors, by chance alone (the
     # same with the reference through torch.compile). What is off is off for most inputs.
-    runs = [compare_models(original, model, i, presets.loss) for i in inputs_routed_alike(original, model, count=3)]
+    runs = [compare_models(original, model, i, presets.loss) for i in comparable_inputs(original, model)]
+    assert len(runs) == 3
     for comparisons in zip(*runs, strict=True):
         assert sorted(c.used for c in comparisons)[1] <= 1, comparisons
     for target, row in rows_of(model).items():

@@ -25,6 +25,7 @@ from tests.support.models import (
 )
 from twinkle import presets
 from twinkle.kernel import kernelize
+from twinkle.kernel.reclass import peel
 from twinkle.kernel.report import report
 from twinkle.kernel.undo import unkernelize
 
@@ -179,3 +180,13 @@ def test_parameters_of_size_zero_as_zero3_keeps_them(preset):
     assert_close(step(model), theirs)
     unkernelize(model)
     assert same_bits(step(model), theirs)
+
+
+def test_classes_of_torch_are_not_taken_for_wrappers():
+    """``DataParallel`` ends its bases with ``typing.Generic``; what torch makes at run time ends them with a layer."""
+    wrapped = nn.DataParallel(qwen3())
+    assert peel(type(wrapped)) is nn.DataParallel
+    kernelize(wrapped, mapping("loopback", "qwen3."))
+    assert installed(wrapped) == QWEN3 and type(wrapped) is nn.DataParallel
+    assert_close(step(wrapped.module), step(qwen3()))
+    unkernelize(wrapped)

@@ -44,7 +44,7 @@ def test_a_custom_models_parts_are_named_and_the_line_covers_them() -> None:
     assert parts["tests.support.toys.ToyNorm"].config_line == (
         f'"tests.support.toys.ToyNorm": KernelChoice(op="rms_norm", backends=({chain})),'
     )
-    table = plan(model).table()
+    table = plan(model).table(width=200)
     assert all(part.config_line in table for part in parts.values())
     mapping = {key: value for part in parts.values() for key, value in config_of(part, model).items()}
     kernelize(model, {**DEFAULT_KERNEL_CONFIG, **mapping})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -354,6 +355,26 @@ def test_a_kernel_that_leaves_small_calls_to_the_original(qwen3: nn.Module) -> N
     (row,) = report(qwen3).rows
     assert row.backend == "large" and "inference: output 0 is off" in row.why()
     assert "large: not verified: it leaves small inputs to the original: too small" in row.why()
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_gradients_are_judged_whatever_is_set_around_it(qwen3: nn.Module, around: Any) -> None:
+    register_backend("rms_norm", "wrong", KernelImpl(WRONG["wrong gradient"][0], lambda: (True, None)))
+    with around():
+        kernelize(qwen3, {NORM: KernelChoice("rms_norm", ("wrong",))}, verify=True)
+    (row,) = report(qwen3).rows
+    assert row.state == "failed" and "gradient of input 0 is off" in row.why()
+
+
+def test_every_dtype_of_a_model_is_judged(qwen3: nn.Module) -> None:
+    """One variant, two dtypes, of which the kernel serves one well."""
+    factors = {torch.float32: 1.0, torch.bfloat16: 1.0, torch.float16: 1.05}
+    load = spoiled(lambda x: x * factors[x.dtype])
+    register_backend("rms_norm", "wrong", KernelImpl(load, lambda: (True, None)))
+    model = copy.deepcopy(qwen3)
+    model.model.norm.half()
+    kernelize(model, {NORM: KernelChoice("rms_norm", ("wrong", "loopback"))}, verify=True)
+    assert {row.backend: row.instances for row in report(model).rows} == {"wrong": 4, "loopback": 1}
 
 
 # --- whole models ---------------------------------------------------------------------------------------------------

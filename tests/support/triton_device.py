@@ -15,10 +15,11 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
-from twinkle.kernel.ops import triton_support
 from twinkle.kernel.ops.glu import triton as glu
 from twinkle.kernel.ops.rms_norm import triton as rms_norm
+from twinkle.kernel.ops.rms_norm import triton_launch
 from twinkle.kernel.ops.rotary import triton as rotary
+from twinkle.kernel.ops.triton_programs import Memory, Program
 from twinkle.kernel.probe import random_tensor
 from twinkle.kernel.verify import allowed_error_used
 
@@ -112,24 +113,65 @@ layouts = st.sampled_from(list(LAYOUTS)[:-1])
 
 
 # --- launches ---------------------------------------------------------------------------------------------------------
-_known: dict[Any, Any] = {}
+class _Distrustful(Memory[Any]):
+    """Remembers nothing, so that everything is found out anew, and must then be what it was for that key before."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return default
+
+    def add(self, key: Any, value: Any) -> Any:
+        known = self.setdefault(key, value)
+        assert _facts(known) == _facts(value), f"two layouts with the key {key}"
+        return value
+
+
+def _facts(value: Any) -> Any:
+    """What a program, or what was found out about a layout, consists of; backwards come later, see below."""
+    if isinstance(value, Program):
+        return value.kernel, value.launch
+    if not hasattr(value, "__slots__"):
+        return value
+    return {name: _facts(getattr(value, name)) for name in value.__slots__ if name != "backwards"}
 
 
 @pytest.fixture(autouse=True)
-def launches_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every eager launch in a process has a key that no other launch has.
+def layouts_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layout that meets a kernel in a test has a key that no other one has.
 
-    On a GPU a launch is looked up by its key, and then nothing else of it is looked at.
+    Otherwise a launch is looked up by its key, and then nothing else of it is looked at.
     """
 
-    def launch(kernel: Any, key: Any, tensors: Any, make: Any) -> None:
-        known = (make(), [None if tensor is None else (tensor.dtype, tensor.device) for tensor in tensors])
-        assert _known.setdefault((id(kernel), key), known) == known, f"two launches with the key {key}"
-        original(kernel, key, tensors, make)
+    def backward(make: Any, scratch: Any, dy: Any, x: Any, weight: Any, gate: Any, results: Any, offset: float) -> Any:
+        made: list[Any] = []
+        note: Any = lambda kernel, launch: made.append((kernel, launch)) or make(kernel, launch)  # noqa: E731
+        call = original(note, scratch, dy, x, weight, gate, results, offset)
+        if make is Program:
+            key = (triton_launch.layout_of(x, weight, gate, (0.0, offset, "")), dy.stride(), results[1] is None)
+            assert _backwards.setdefault(key, made) == made, f"two backwards with the key {key}"
+        return call
 
-    original = triton_support.launch
-    for backend in (rms_norm, glu, rotary):
-        monkeypatch.setattr(backend, "launch", launch)
+    original = triton_launch.backward
+    monkeypatch.setattr(triton_launch, "backward", backward)
+    for backend, name in ((rms_norm, "_layouts"), (glu, "_programs"), (rotary, "_programs")):
+        monkeypatch.setattr(backend, name, _memories.setdefault(backend.__name__, _Distrustful()))
+
+
+_memories: dict[str, _Distrustful] = {}
+_backwards: dict[Any, Any] = {}
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Program, tuple[torch.Tensor | None, ...]]]:
+    """The programs that a test launches, each with its tensors."""
+    seen: list[tuple[Program, tuple[torch.Tensor | None, ...]]] = []
+
+    def call(program: Program, *tensors: torch.Tensor | None) -> None:
+        seen.append((program, tensors))
+        original(program, *tensors)
+
+    original = Program.__call__
+    monkeypatch.setattr(Program, "__call__", call)
+    return seen
 
 
 # --- judgement --------------------------------------------------------------------------------------------------------

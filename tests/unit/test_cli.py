@@ -25,7 +25,7 @@ from twinkle.kernel.ops.derived import layer
 from twinkle.kernel.registry import KernelImpl, register_backend
 from twinkle.platforms import PLATFORMS
 
-COMMANDS = ("info", "plan", "verify", "demo")
+COMMANDS = ("info", "plan", "verify", "bench", "demo")
 SCRIPT = Path(sys.executable).with_name("twinkle-kernel")
 
 
@@ -60,6 +60,18 @@ def test_help_of_the_whole_names_every_command_and_the_exit_codes() -> None:
     text = run("--help").output
     assert all(f" {command} " in text for command in COMMANDS)
     assert "Examples" in text and "Exit codes" in text
+
+
+@pytest.mark.parametrize("columns", ["32", "80"])
+@pytest.mark.parametrize(
+    "arguments", [["info"], ["plan", "tiny:qwen3_moe"], ["plan", "tiny:qwen3_vl", "--device", "npu"]]
+)
+def test_on_a_narrow_terminal_lines_fit_and_names_stay_whole(arguments: list[str], columns: str) -> None:
+    text = CliRunner(env={"COLUMNS": columns}).invoke(app, arguments).output
+    long = [line for line in text.splitlines() if len(line.rstrip()) > int(columns) and len(line.split()) > 1]
+    assert long == []
+    names = ["multimodal_rotary"] if arguments == ["info"] else ["apply_rotary_pos_emb", "RMSNorm", "MLP.forward"]
+    assert all(name in text for name in names)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -121,8 +133,9 @@ def test_info_says_each_reason_once() -> None:
     text = run("info").output
     liger = registry.availability(registry.get_op("rms_norm").implementations["liger"])
     assert liger is not None
-    assert text.count(liger.text.partition("(")[0].strip()) == 1
-    assert "torch_npu        not installed" in text
+    assert " ".join(text.split()).count(liger.text.partition("(")[0].strip()) == 1
+    assert "inductor for fla, sdpa_attention: the op has no reference" in text
+    assert any(line.split() == ["torch_npu", "not", "installed"] for line in text.splitlines())
 
 
 def test_info_names_a_broken_plug_in(
@@ -156,7 +169,11 @@ def test_plan_of_a_preset() -> None:
 
 def test_plan_is_for_the_device_that_is_asked_for() -> None:
     facts = run_json("plan", "tiny:llama", "--device", "ascend", "--dtype", "bf16")
-    assert (facts["device"], facts["dtype"]) == ("npu", "bfloat16")
+    assert (facts["device"], facts["dtype"], facts["device_here"]) == ("npu", "bfloat16", False)
+    assert "privateuseone" not in json.dumps(facts)  # PyTorch's name for what it doesn't know
+    text = run("plan", "tiny:llama", "--device", "npu").output
+    assert text.count("This machine has no npu: packages and hardware were judged as they are here.") == 1
+    assert "This machine has no" not in run("plan", "tiny:llama", "--device", "cpu").output
     assert "this machine has no accelerator" in run("plan", "tiny:llama").output or torch.accelerator.is_available()
 
 
@@ -171,9 +188,11 @@ def test_plan_reads_a_folder_and_a_file_like_the_preset(saved_configs: Callable[
 def test_plan_prints_reasons_hidden_entries_and_what_is_not_covered() -> None:
     text = run("plan", "tiny:qwen3_vl", "--backend", "torch").output
     assert "qwen3_vl.Qwen3VLTextRMSNorm" in text
-    assert "backend torch is not registered for this op" in text
+    assert "torch for swiglu: not registered (registered: triton, liger, inductor)" in text
+    assert "would install" in text and "installed" not in text and "not implemented yet for this machine: " in text
     assert "Not covered by any entry" in text and "Qwen3VLVisionMLP" in text
     assert "more entries name parts of other models" in text and "llama.LlamaRMSNorm" not in text
+    assert "(--all lists them)" in text
     every = run("plan", "tiny:qwen3_vl", "--backend", "torch", "--all").output
     assert "llama.LlamaRMSNorm" in every and "more entries" not in every
 
@@ -229,6 +248,9 @@ def test_verify_judges_each_entry_alone_and_all_together() -> None:
     assert 0 < norm["used"] <= 1 and norm["worst"].startswith(("gradient of ", "logits"))
     assert by_target["sdpa"]["verdict"] == "not installed"
     assert by_target["sdpa"]["rows"][0]["tried"][0]["backend"] == "torch"
+    shown = run("verify", "tiny:qwen3", "--backend", "torch", "--device", "cpu").output
+    assert "not implemented yet for this machine: sdpa_attention, fla\n" in shown and "\nsdpa " not in shown
+    assert "Entries: 2 ok, 1 not installed." in shown
     assert together["sites"] == sum(entry["sites"] for entry in facts["entries"] if entry is not together)
     assert modeling_qwen3.apply_rotary_pos_emb is rotary
 

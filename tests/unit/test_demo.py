@@ -81,6 +81,8 @@ def test_the_terminal_shows_plan_curves_figures_and_checks(outcome: Outcome, sho
     assert result.exit_code == 0, result.output
     for part in ("qwen3.Qwen3RMSNorm", "The chain torch serves", "tokens per second", "peak memory", "Undone"):
         assert part in result.output
+    for part in ("would install", "not implemented yet for this machine: sdpa_attention", "(twinkle-kernel plan --all"):
+        assert part in result.output
     first, last = outcome.original.losses[0], outcome.original.losses[-1]
     assert f"original    {first:.4f}" in result.output and f"{last:.4f}\n" in result.output
     assert "demo.html" in result.output and "FAILED" not in result.output
@@ -131,6 +133,9 @@ def test_the_page_holds_both_curves_and_loads_nothing(outcome: Outcome, shown: A
     assert sum(tag == "circle" for tag, _ in reader.tags) == outcome.steps - 1
     assert any(attributes.get("name") == "viewport" for tag, attributes in reader.tags if tag == "meta")
     assert "all 5 checks passed" in reader.text and "qwen3.Qwen3RMSNorm" in reader.text
+    for part in ("would install", "not implemented yet for this machine: sdpa_attention", "process: the function"):
+        assert part in reader.text
+    assert "131 more" not in reader.text and ">sdpa<" not in source, "what concerns no part of this model"
 
 
 def test_the_page_escapes_what_it_is_given(outcome: Outcome) -> None:
@@ -203,9 +208,8 @@ def test_a_gain_is_claimed_only_where_most_steps_show_it(outcome: Outcome) -> No
 
 def test_another_summation_order_is_the_same_model_in_exact_arithmetic() -> None:
     ids = next(training.batches(TEXT.encode(), "cpu"))
-    expected = training.results(training.exact_model(), ids)
     order = training.Order(1)
-    found = training.results(order.of_model(training.exact_model()), order.of_batch(ids))
+    expected, found = training.exact_results(ids), training.exact_results(ids, order)
     for name, tensor in expected.items():
         largest = tensor.abs().max().item()
         torch.testing.assert_close(order.back(name, found[name]), tensor, rtol=0, atol=1e-13 * largest)

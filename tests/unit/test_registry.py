@@ -142,6 +142,8 @@ def test_a_choice_may_name_a_backend_that_nobody_has_registered() -> None:
     assert KernelChoice("rms_norm", ("somebodys",)).backends == ("somebodys",)
     reason = registry.get_impl("rms_norm", "somebodys")
     assert isinstance(reason, Reason) and reason.code == "not-registered"
+    assert reason.hint and reason.hint.startswith("registered: triton, liger, torch, inductor")
+    assert isinstance(without := registry.get_impl("sdpa_attention", "npu"), Reason) and without.hint is None
     assert str(registry.get_impl("rms_norm", "lgier")) == (
         "backend lgier is not registered for op rms_norm (did you mean 'liger'?)"
     )
@@ -166,7 +168,8 @@ def test_the_first_that_loads_wins_and_later_ones_are_not_asked(caplog: pytest.L
     chain = ("nowhere", "away", "raises", "unloadable", "empty", "good", "later")
     assert resolve_impl("mine", chain, target="t") == (("kernel", "t"), "good")
     assert [record.getMessage() for record in caplog.records] == [
-        "mine: nowhere: backend nowhere is not registered for op mine",
+        "mine: nowhere: backend nowhere is not registered for op mine "
+        "(registered: away, raises, unloadable, empty, good, later)",
         "mine: away: no such chip",
         "mine: raises: available() raised RuntimeError: boom",
         "mine: unloadable: load() raised RuntimeError: boom",

@@ -3,7 +3,6 @@
 - ``console``: output, progress bars and errors for people.
 - ``options``: the values of ``--device``, ``--dtype`` and ``--backend``.
 - ``models``: from the argument MODEL to a model.
-- ``report_view``: a report as tables.
 
 Each command's ``run`` returns the exit code. Importing these modules imports neither torch nor transformers.
 """

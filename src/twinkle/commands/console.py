@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+from twinkle.layout import WITHOUT_TERMINAL, Block
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
-    from rich.table import Table
 
 
 class CommandError(Exception):
@@ -32,19 +33,19 @@ def stdout() -> Console:
 
     console = Console(markup=False, highlight=False, emoji=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = 120  # rich would assume 80 in a pipe or a file, and fold the tables
+        console.width = WITHOUT_TERMINAL  # rich would assume 80 in a pipe or a file
     return console
 
 
-def plain_table(*columns: str, right: tuple[str, ...] = ()) -> Table:
-    """A table with a line under its header and nothing else; the columns named in ``right`` hold numbers."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    return table
+def show(console: Console, blocks: Iterable[Block]) -> None:
+    """Prints blocks in their styles, with a rule below a table's header. They are laid out already: no line is cut."""
+    rule = "-" if console.options.ascii_only else "─"
+    for block in blocks:
+        header = block.style == "header"
+        for line in block.lines:
+            console.print(line.rstrip(), style="bold" if header else block.style, soft_wrap=True)
+        if header:
+            console.print(rule * max(map(len, block.lines)), soft_wrap=True)
 
 
 def print_json(data: Any) -> None:

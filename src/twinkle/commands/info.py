@@ -8,8 +8,9 @@ from importlib import metadata
 from typing import Any
 
 import twinkle
-from twinkle.commands.console import plain_table, print_json, quiet_logs, stdout
+from twinkle.commands.console import print_json, quiet_logs, show, stdout
 from twinkle.kernel import registry
+from twinkle.layout import EMPTY_LINE, Block, paragraph, table
 from twinkle.platforms import PLATFORMS
 from twinkle.reasons import Reason
 
@@ -23,7 +24,8 @@ def run(*, as_json: bool) -> int:
     if as_json:
         print_json(facts)
     else:
-        show(facts)
+        console = stdout()
+        show(console, blocks(facts, console.width))
     return 0
 
 
@@ -93,47 +95,39 @@ def _plugin_errors() -> dict[str, Reason]:
     return load_plugins()
 
 
-def show(facts: dict[str, Any]) -> None:
-    """The facts as tables."""
-    console = stdout()
-    console.print(_name_and_values(facts["versions"]))
-    console.print()
+def blocks(facts: dict[str, Any], width: int) -> Iterator[Block]:
+    """The facts as tables and sentences."""
+    versions = [(name, version or "not installed") for name, version in facts["versions"].items()]
+    yield from table(("package", "version"), versions, width)
+    yield EMPTY_LINE
 
-    table = plain_table("platform", "device", "here")
-    for platform in facts["platforms"]:
-        here = "yes" if platform["present"] else f"no: {platform['reason']}"
-        table.add_row(platform["name"], platform["device_type"], here)
-    console.print(table)
-    console.print()
+    platforms = [
+        (found["name"], found["device_type"], "yes" if found["present"] else f"no: {found['reason']}")
+        for found in facts["platforms"]
+    ]
+    yield from table(("platform", "device", "here"), platforms, width)
+    yield EMPTY_LINE
 
     backends = list(dict.fromkeys(name for op in facts["ops"].values() for name in op))
-    table = plain_table("op", *backends)
-    for op, found in facts["ops"].items():
-        table.add_row(op, *(_mark(found.get(backend)) for backend in backends))
-    console.print(table)
-    console.print("- not registered for this op", style="dim")
-    console.print()
+    marks = [(op, *(_mark(found.get(backend)) for backend in backends)) for op, found in facts["ops"].items()]
+    yield from table(("op", *backends), marks, width)
+    yield Block(["- not registered for this op"], "dim")
 
     why = _why_not(facts["ops"])
     if why:
-        table = plain_table("not available", "because", "ops")
-        for (backend, reason), ops in why.items():
-            table.add_row(backend, reason, ", ".join(ops))
-        console.print(table)
-        console.print()
+        yield EMPTY_LINE
+        yield Block(["Why not"], "bold")
+    for (backend, reason), ops in why.items():
+        yield Block(paragraph(f"{backend} for {', '.join(ops)}: {reason}", width, indent=2))
+    yield EMPTY_LINE
 
     if not facts["plugins"]:
-        console.print("no third-party plug-ins (entry points of the group twinkle.kernel_ops)", style="dim")
+        none = "no third-party plug-ins (entry points of the group twinkle.kernel_ops)"
+        yield Block(paragraph(none, width), "dim")
     for plugin in facts["plugins"]:
         state = f"not loaded: {plugin['error']}" if plugin["error"] else "loaded"
-        console.print(f"plug-in {plugin['name']} of {plugin['distribution']} ({plugin['value']}): {state}")
-
-
-def _name_and_values(versions: dict[str, str | None]) -> Any:
-    table = plain_table("package", "version")
-    for name, version in versions.items():
-        table.add_row(name, version or "not installed")
-    return table
+        text = f"plug-in {plugin['name']} of {plugin['distribution']} ({plugin['value']}): {state}"
+        yield Block(paragraph(text, width))
 
 
 def _mark(found: dict[str, Any] | None) -> str:
@@ -148,5 +142,5 @@ def _why_not(ops: dict[str, dict[str, dict[str, Any]]]) -> dict[tuple[str, str],
     for op, backends in ops.items():
         for backend, found in backends.items():
             if found["registered"] and not found["available"]:
-                why.setdefault((backend, found["reason"]), []).append(op)
+                why.setdefault((backend, found["reason"].replace(f"op {op} ", "the op ")), []).append(op)
     return why

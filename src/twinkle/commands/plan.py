@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
-from twinkle.commands.console import count, print_json, progress, quiet_logs, stdout
+from twinkle.commands.console import count, print_json, progress, quiet_logs, show, stdout
 from twinkle.commands.models import find_model
 from twinkle.commands.options import mapping_for, parse_chain, parse_device, parse_dtype
-from twinkle.commands.report_view import print_report
+from twinkle.kernel.report_text import report_blocks
+from twinkle.platforms import platform_of
 
 
 def run(
@@ -49,7 +51,7 @@ def run(
     parameters = count(facts["parameters"])
     console.print(f"{model}: {facts['class']}, {parameters} parameters, {facts['dtype']}", style="bold")
     console.print(f"planned for {planned_for} ({how}){': ' + ', '.join(chain) + ' for every entry' if chain else ''}\n")
-    print_report(console, found, all_rows=all_rows)
+    show(console, report_blocks(facts, console.width, all_rows=all_rows, lists_all="--all"))
     return 0
 
 
@@ -58,10 +60,13 @@ def _plan(model: Any, chain: tuple[str, ...], device: str) -> dict[str, Any]:
 
     from twinkle.kernel.report import plan
 
+    kind = device.partition(":")[0]
     # PyTorch takes a vendor's device name only after the vendor's plug-in was imported; without it nothing can be
-    # there, whatever the index.
+    # there, whatever the index, and the reasons shall call it what the vendor does.
+    stand_in = "privateuseone"
     try:
         planned_for = torch.device(device)
     except RuntimeError:
-        planned_for = torch.device("privateuseone")
-    return plan(model, mapping_for(chain), device=planned_for).to_dict()
+        planned_for = torch.device(stand_in)
+    found = json.dumps(plan(model, mapping_for(chain), device=planned_for).to_dict()).replace(stand_in, kind)
+    return {**json.loads(found), "device_here": platform_of(kind) is not None}

@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from twinkle.commands.console import CommandError, first_line, plain_table, print_json, progress, quiet_logs, stdout
+from twinkle.commands.console import CommandError, first_line, print_json, progress, quiet_logs, show, stdout
 from twinkle.commands.models import ModelSource, find_model
 from twinkle.commands.options import mapping_for, parse_chain, parse_device, parse_dtype
-from twinkle.commands.report_view import reasons_table
 from twinkle.kernel.report import short
+from twinkle.kernel.report_text import reasons_blocks, unimplemented_line
+from twinkle.layout import Block, paragraph, table
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +60,11 @@ class Outcome:
     reason: str | None = None
     rows: list[dict[str, Any]] = field(default_factory=list)
 
+    @property
+    def unimplemented(self) -> bool:
+        """Whether the entry waits for a backend that nobody has written yet."""
+        return bool(self.rows) and all(row["unimplemented"] for row in self.rows)
+
 
 def run(
     model: str,
@@ -94,17 +100,7 @@ def run(
         return code
     console = stdout()
     console.print(f"{model}: {type(original).__name__} with random weights, {name} on {where} ({how})\n", style="bold")
-    console.print(outcomes_table(outcomes))
-    console.print(
-        f"used: share of the allowed error that the worst tensor uses, median of {INPUTS} inputs", style="dim"
-    )
-    for outcome in outcomes:
-        if outcome.reason:
-            console.print(f"{short(outcome.target)}: {outcome.reason}", style="red" if outcome.verdict == OFF else None)
-    table = reasons_table([row for outcome in outcomes for row in outcome.rows])
-    if table is not None:
-        console.print()
-        console.print(table)
+    show(console, blocks(outcomes, console.width))
     console.print(f"\n{conclusion(outcomes, where)}")
     return code
 
@@ -178,20 +174,21 @@ def comparable_inputs(original: nn.Module, kernelized: nn.Module) -> Iterator[di
     Where rounding alone decides about an expert, results differ by whole experts, which says nothing about a kernel.
     """
     from twinkle import presets
+    from twinkle.kernel.exact import KeepFloat64, exact_copy, exact_inputs
     from twinkle.kernel.journal import process_originals
 
     device = next(original.parameters()).device
     routers = any(_is_router(module) for module in original.modules())
-    exact = copy.deepcopy(original).double() if routers else original
-    if hasattr(getattr(exact, "config", None), "_experts_implementation"):  # grouped matmul has no fp64
-        exact.set_experts_implementation("eager")  # type: ignore[operator]
+    exact = exact_copy(original) if routers else original
     found = 0
     for seed in range(SEEDS):
         inputs = presets.inputs(original, seed=seed, device=device)
         if routers:
             ours = _chosen_experts(kernelized, inputs)
             with process_originals():
-                theirs, right = _chosen_experts(original, inputs), _chosen_experts(exact, inputs)
+                theirs = _chosen_experts(original, inputs)
+                with KeepFloat64():
+                    right = _chosen_experts(exact, exact_inputs(inputs))
             if not (_equal(ours, theirs) and _equal(theirs, right)):
                 continue
         yield inputs
@@ -262,7 +259,7 @@ def exit_code(outcomes: list[Outcome]) -> int:
 def conclusion(outcomes: list[Outcome], device: str) -> str:
     """The last line."""
     counted = {
-        verdict: sum(o.verdict == verdict for o in outcomes if o.target != ALL)
+        verdict: sum(o.verdict == verdict for o in outcomes if o.target != ALL and not o.unimplemented)
         for verdict in (OK, OFF, UNDECIDED, NOT_CALLED, NOT_INSTALLED)
     }
     if exit_code(outcomes) == 3:
@@ -272,22 +269,33 @@ def conclusion(outcomes: list[Outcome], device: str) -> str:
     return f"Entries: {line}. All together: {outcomes[-1].verdict}."
 
 
-def outcomes_table(outcomes: list[Outcome]) -> Any:
-    """One line per outcome."""
-    table = plain_table(
-        "entry", "backend", "sites", "calls", "worst tensor", "used", "verdict", right=("sites", "calls", "used")
-    )
-    styles = {OFF: "red", NOT_INSTALLED: "dim", NOT_CALLED: "yellow", UNDECIDED: "yellow"}
+STYLES = {OFF: "red", NOT_INSTALLED: "dim", NOT_CALLED: "yellow", UNDECIDED: "yellow"}
+COLUMNS = ("entry", "backend", "sites", "calls", "worst tensor", "used", "verdict")
+
+
+def blocks(outcomes: list[Outcome], width: int) -> list[Block]:
+    """One line per outcome, and the reasons; entries that nobody has written a backend for yet share a line."""
+    shown = [outcome for outcome in outcomes if not outcome.unimplemented]
+    styles = [STYLES.get(outcome.verdict, "") for outcome in shown]
+    found = table(COLUMNS, [_cells(o) for o in shown], width, numbers=("sites", "calls", "used"), styles=styles)
+    waiting = unimplemented_line([row for outcome in outcomes for row in outcome.rows])
+    used = f"used: share of the allowed error that the worst tensor uses, median of {INPUTS} inputs"
+    found += [Block(paragraph(line, width), "dim") for line in (waiting, used)]
     for outcome in outcomes:
-        measured = outcome.used is not None
-        table.add_row(
-            short(outcome.target),
-            ", ".join(outcome.backends) or "-",
-            str(outcome.sites) if measured else "-",
-            str(outcome.calls) if measured else "-",
-            (outcome.worst or "-").removeprefix("gradient of ").removeprefix("model.").removesuffix(".weight"),
-            f"{outcome.used:.0%}" if outcome.used is not None else "-",
-            outcome.verdict,
-            style=styles.get(outcome.verdict),
-        )
-    return table
+        if outcome.reason:
+            text = f"{short(outcome.target)}: {outcome.reason}"
+            found.append(Block(paragraph(text, width), "red" if outcome.verdict == OFF else ""))
+    return found + reasons_blocks([row for outcome in shown for row in outcome.rows], width)
+
+
+def _cells(outcome: Outcome) -> tuple[str, ...]:
+    measured = outcome.used is not None
+    return (
+        short(outcome.target),
+        ", ".join(outcome.backends) or "-",
+        str(outcome.sites) if measured else "-",
+        str(outcome.calls) if measured else "-",
+        (outcome.worst or "-").removeprefix("gradient of ").removeprefix("model.").removesuffix(".weight"),
+        f"{outcome.used:.0%}" if outcome.used is not None else "-",
+        outcome.verdict,
+    )

@@ -62,11 +62,16 @@ def apply_plan(plan: Plan, *, strict: bool = False, verify: bool = False) -> Non
     _log(rows)
 
 
+_REMEDIES = {"unused": "; leave the entry out for this model, or call kernelize without strict"}
+"""What to do about a row that strict doesn't take, where its reasons don't say it."""
+
+
 def _demand_all(rows: Iterable[Row]) -> None:
     for row in rows:
         wanted = not row.default and row.state != "overridden"
         if row.state != "installed" and (wanted or row.state == "missing"):
-            raise ValueError(f"strict: {row.target} is not installed: {row.state}: {row.why() or 'no reason'}")
+            remedy = _REMEDIES.get(row.state, "")
+            raise ValueError(f"strict: {row.target} is not installed: {row.state}: {row.why() or 'no reason'}{remedy}")
 
 
 def _failed_row(entry: EntryPlan, error: BaseException) -> Row:
@@ -120,6 +125,9 @@ def _split_by_earlier(entry: EntryPlan, backend: str, group: Group, journal: Jou
                 rows.append(row)
         else:
             fresh.append((site, pick))
+    compared = {site.variant for site, _ in group} if entry.is_verified(group) else set()
+    for row in rows:
+        row.verified = row.verified or set(row.serves.values()) <= compared
     if fresh and entry.installer is not default_installer:
         return [], group  # an installer of somebody's own is called for the whole model
     return rows, fresh
@@ -166,6 +174,7 @@ _NOTE = "twinkle.kernel could not take back: "
 def _install_group(plan: Plan, entry: EntryPlan, backend: str, group: Group, current: Transaction) -> Row:
     """Runs the entry's installer, once per distinct implementation."""
     row = entry.row("installed", backend=backend, implementation=served_by(group), instances=len(group))
+    row.verified = entry.is_verified(group)
     row.recipe = _recipe(entry, backend)
     custom = entry.installer is not default_installer
     start = undone = len(current)
@@ -228,7 +237,7 @@ def _run_installer(
 
 
 def _refuse(row: Row, notes: list[str]) -> None:
-    row.state, row.backend, row.implementation, row.instances = "refused", None, None, 0
+    row.state, row.backend, row.implementation, row.instances, row.verified = "refused", None, None, 0, False
     row.notes += notes
 
 

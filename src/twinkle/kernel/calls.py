@@ -119,12 +119,15 @@ def counted(
     else:
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            reason = accepts_call(*args, **kwargs)
             if is_compiling():
                 mark_compiled()
-                return kernel(*args, **kwargs) if reason is None else original(*args, **kwargs)
+                return (kernel if accepts_call(*args, **kwargs) is None else original)(*args, **kwargs)
+            try:
+                reason = accepts_call(*args, **kwargs)
+            except Exception as error:  # of a call that it doesn't understand, the original knows best what to say
+                reason = str(Reason.of_error(error, "refused", "accepts_call()"))
             if reason is not None:
-                counts.fall_back(reason)
+                counts.fall_back(str(reason))
                 return original(*args, **kwargs)
             counts.kernel += 1
             try:

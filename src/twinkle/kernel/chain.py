@@ -9,10 +9,10 @@ from typing import Any
 from twinkle.kernel import registry
 from twinkle.kernel.hub import HubRef
 from twinkle.kernel.install import Kernel, kernel_for
+from twinkle.kernel.journal import patch_of
 from twinkle.kernel.registry import Availability, KernelChoice, KernelImpl
 from twinkle.kernel.report import Tried
 from twinkle.kernel.targets import ModelIndex, Site, Target
-from twinkle.kernel.undo import patch_of
 from twinkle.kernel.verify import fits_in_place
 from twinkle.reasons import Reason
 

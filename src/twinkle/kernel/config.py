@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from twinkle.kernel.registry import KernelChoice
 
-# op -> backends, best first, as measured: `torch` before `liger` for norms, after it for rotary. Where the `torch`
+# op -> backends, best first, as measured: see benchmarks/results and docs/en/benchmarks.md. Where the `torch`
 # backend doesn't win (see ops/torch_support.py) it refuses. liger's moe_experts is registered, but never chosen by
 # default.
 _CHAINS: dict[str, tuple[str, ...]] = {
-    "rms_norm": ("npu", "triton", "torch", "liger"),
+    "rms_norm": ("npu", "triton", "liger", "torch"),
     "gated_rms_norm": ("npu", "triton", "torch"),
     "swiglu": ("npu", "triton", "liger"),
     "geglu": ("npu", "triton", "liger"),

@@ -36,7 +36,8 @@ def kernelize(
     """Replaces parts of a model by the first kernel of each entry's chain that this machine has and that fits.
 
     What was done, and why the rest was not, is in :func:`twinkle.kernel.report.report`;
-    :func:`twinkle.kernel.undo.unkernelize` brings everything back.
+    :func:`twinkle.kernel.undo.unkernelize` brings everything back. The model is seen as it is now: after giving a
+    module another activation, say, call it again.
 
     Args:
         model: changed in place; may be on the meta device.

@@ -12,9 +12,10 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from twinkle.kernel.calls import Router, counted, renamed_parameters
+from twinkle.kernel.journal import PatchConflict, enter_model, patch_of, register_model
 from twinkle.kernel.reclass import Method, own_forward
 from twinkle.kernel.targets import Site, Target, resolve_target
-from twinkle.kernel.undo import PatchConflict, active_transaction, patch_of, register_model, transaction
+from twinkle.kernel.undo import active_transaction, transaction
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
@@ -184,7 +185,6 @@ def default_installer(model: nn.Module, target: Any, impl: Any) -> int:
 def _install_everywhere(model: nn.Module, target: Any, impl: Any) -> int:
     from twinkle.kernel.report import Row
     from twinkle.kernel.targets import ModelIndex
-    from twinkle.kernel.undo import enter_model
 
     if not isinstance(target, Target):
         raise ValueError(str(target.reason))

@@ -13,7 +13,7 @@ from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from twinkle.kernel.reclass import Method, installed_on
+from twinkle.kernel.reclass import CONTAINERS, Method, installed_on
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ def _read(holder: Any, name: str) -> Any:
     if isinstance(holder, MutableMapping):
         return holder.get(name, ABSENT)
     if _is_torch_module(holder):
-        for container in ("_parameters", "_buffers", "_modules"):
+        for container in CONTAINERS:
             if name in vars(holder)[container]:
                 return vars(holder)[container][name]
     return vars(holder).get(name, ABSENT)

@@ -10,9 +10,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import nn
 
-from twinkle.kernel.reclass import BOUND_FORWARDS, installed_on
-
-_CONTAINERS = ("_parameters", "_buffers", "_modules")
+from twinkle.kernel.reclass import BOUND_FORWARDS, CONTAINERS, installed_on
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +43,7 @@ def _look(model: nn.Module) -> Iterator[Seen]:
     classes: dict[type, None] = {}
     for name, module in model.named_modules():
         contents = {k: v for k, v in vars(module).items() if not k.startswith("_") or k in BOUND_FORWARDS}
-        for container in _CONTAINERS:
+        for container in CONTAINERS:
             contents |= vars(module)[container]
         yield Seen(name or "the model", module, {"__class__": type(module), **contents})
         classes |= dict.fromkeys(type(module).__mro__)

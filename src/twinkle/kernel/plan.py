@@ -16,13 +16,13 @@ from twinkle.kernel.chain import NOT_FETCHED, Chain, Pick, candidates_of, varian
 from twinkle.kernel.config import DEFAULT_KERNEL_CONFIG
 from twinkle.kernel.hub import HubRef
 from twinkle.kernel.install import default_installer, kernel_for, obstacle
+from twinkle.kernel.journal import patch_of
 from twinkle.kernel.plugins import load_plugins
 from twinkle.kernel.probe import variant_of
 from twinkle.kernel.registry import Availability, KernelChoice
 from twinkle.kernel.report import Row, Tried, Uncovered
 from twinkle.kernel.targets import ModelIndex, Site, Target, Unresolved, describe, holders_of, resolve_target
 from twinkle.kernel.uncovered import uncovered_of
-from twinkle.kernel.undo import patch_of
 from twinkle.kernel.verify import check_site
 from twinkle.reasons import Reason
 
@@ -47,6 +47,7 @@ class EntryPlan:
         picks: the candidate of each site; sites without one are in ``left``, with ``obstacles`` where no candidate
             was asked.
         failed: whether verification ruled a candidate out.
+        verified: what verification found equal to the original (see :func:`_judged_as`).
     """
 
     key: Any
@@ -66,6 +67,7 @@ class EntryPlan:
     obstacles: dict[Reason, int] = field(default_factory=dict)
     installer: Any = default_installer
     failed: bool = False
+    verified: set[Hashable] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -95,11 +97,11 @@ class EntryPlan:
     def verify(self) -> None:
         """Compares each picked kernel with the original; what is off is ruled out and the next candidate chosen."""
         assert self.chain is not None
-        checked: dict[tuple[str, Hashable], Reason | None] = {}
+        checked: dict[Hashable, Reason | None] = {}
         while True:
             again = []
             for site, pick in self.picks:
-                key = (pick.backend, variant_key(site))
+                key = _judged_as(site, pick)
                 if key not in checked:
                     checked[key] = self._check(site, pick)
                 reason = checked[key]
@@ -121,9 +123,15 @@ class EntryPlan:
             note = f"{pick.backend}: {reason}"
             self.notes += [] if note in self.notes else [note]
             return None
-        if reason is not None:
+        if reason is None:
+            self.verified.add(_judged_as(site, pick))
+        else:
             logger.warning("%s: %s is not installed: %s", self.label, pick.backend, reason)
         return reason
+
+    def is_verified(self, group: list[tuple[Site, Pick]]) -> bool:
+        """Whether each pick of a group was compared with the original, and agreed."""
+        return all(_judged_as(site, pick) in self.verified for site, pick in group)
 
     def groups(self) -> dict[str, list[tuple[Site, Pick]]]:
         """The picks by backend."""
@@ -171,6 +179,11 @@ class EntryPlan:
         if self.obstacles:
             row.tried = [Tried("any", dict(self.obstacles)), *row.tried]
         return row
+
+
+def _judged_as(site: Site, pick: Pick) -> Hashable:
+    """Picks that one comparison speaks for: a kernel may be right in one dtype or on one device only."""
+    return (pick.backend, variant_key(site), site.dtype, site.device)
 
 
 def served_by(group: list[tuple[Site, Pick]]) -> str:

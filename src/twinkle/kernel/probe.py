@@ -3,67 +3,92 @@
 A class name or an attribute says little about the maths (``eps`` names a norm with and without ``1 + w``), so a
 module's own ``forward`` is run on a stand-in: an object of its class with the same attributes, but with small random
 CPU weights, no hooks, and no connection to the module.
+
+What fits must fit always, so a probe varies whatever a forward may look at: the number of dimensions, the size of the
+numbers (a clamp), the values of all tensors (a scale that is one until it is trained), training and evaluation.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from twinkle.kernel.reclass import BOUND_FORWARDS, peel
+from twinkle.kernel.reclass import BOUND_FORWARDS, CONTAINERS, peel
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
     from twinkle.kernel.targets import Site
 
-WIDTH = 8
-"""The hidden size of stand-ins: enough for every norm, MLP and expert to differ from its neighbours."""
+WIDTH = 24
+"""The hidden size of stand-ins: a multiple of small group sizes, so that what works on groups of channels shows."""
 
-_CONTAINERS = ("_parameters", "_buffers", "_modules")
+_OF_TORCH_AND_HOOKS = frozenset({*nn.Module().__dict__, *BOUND_FORWARDS, "_hf_hook"})
+"""Attributes that every module has, or that others hang on it: a stand-in has none of the module's own."""
+
+_FEW = 4096
+"""Tensors of more than one dimension with more numbers than this keep their values: no weight of an op's."""
 
 
 def random_tensor(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     """Normal numbers on the CPU from a generator of their own; the process's random state is left alone."""
     generator = torch.Generator("cpu").manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
+
+
+def uneven(*shape: int, seed: int) -> torch.Tensor:
+    """Normal numbers in fp32 whose rows range from thousandths to thousands, so that an eps and a clamp show."""
+    sizes = torch.logspace(-3, 3, math.prod(shape[:-1]), device="cpu", dtype=torch.float32)
+    return random_tensor(*shape, seed=seed) * sizes.view(*shape[:-1], 1)
 
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """No gradients, no autocast, CPU as the default device: whatever the caller's context is, a probe sees the same."""
-    with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
         yield
 
 
-def stand_in(module: nn.Module, *, width: int = WIDTH, **replaced: Any) -> Any:
+def stand_in(module: nn.Module, *, width: int = WIDTH, training: bool = True, **replaced: Any) -> Any:
     """An object of the module's class to run its ``forward`` on.
 
     Args:
         module: read, never changed; its weights may be on any device, even ``meta``.
-        width: the size of its 1-D parameters.
+        width: the size of its 1-D tensors.
+        training: whether it is in training mode.
         replaced: attributes, parameters or children to put in the place of the module's own.
 
     Returns:
-        the stand-in; its 1-D parameters are random CPU ones in fp32.
+        the stand-in; its own floating-point tensors, but for large ones, are random CPU ones in fp32.
     """
     twin: Any = object.__new__(peel(type(module)))
-    empty_hooks = nn.Module().__dict__
-    left_out = {*empty_hooks, *BOUND_FORWARDS, "_hf_hook"}
-    state = {name: value for name, value in module.__dict__.items() if name not in left_out}
-    containers = {name: dict(module.__dict__[name]) for name in _CONTAINERS}
-    for index, (name, parameter) in enumerate(containers["_parameters"].items()):
-        if parameter is not None and len(shape_of(parameter)) == 1:
-            containers["_parameters"][name] = nn.Parameter(random_tensor(width, seed=index + 1), requires_grad=False)
+    state = {name: value for name, value in module.__dict__.items() if name not in _OF_TORCH_AND_HOOKS}
+    containers = {name: dict(module.__dict__[name]) for name in CONTAINERS}
+    seed = 0
+    for holder in (*containers.values(), state):
+        for name, value in holder.items():
+            if isinstance(value, torch.Tensor):
+                seed += 1
+                holder[name] = _scrambled(value, width, seed)
     for name, value in replaced.items():
         holder = next((container for container in containers.values() if name in container), state)
         holder[name] = value
-    twin.__dict__.update({**empty_hooks, "training": module.training, **state, **containers})
+    twin.__dict__.update({**nn.Module().__dict__, "training": training, **state, **containers})
     return twin
+
+
+def _scrambled(tensor: torch.Tensor, width: int, seed: int) -> torch.Tensor:
+    """Random numbers instead of a tensor's; with its own, a scale that happens to be one would pass for none."""
+    shape = (width,) if len(shape_of(tensor)) == 1 else tuple(shape_of(tensor))
+    if not tensor.is_floating_point() or (len(shape) > 1 and math.prod(shape) > _FEW):
+        return tensor
+    values = random_tensor(*shape, seed=seed)
+    return nn.Parameter(values, requires_grad=False) if isinstance(tensor, nn.Parameter) else values
 
 
 def shape_of(parameter: torch.Tensor) -> torch.Size:
@@ -84,15 +109,15 @@ def fingerprint(module: nn.Module) -> Hashable:
 
     Objects are compared by identity, so a fingerprint is only good while the model is alive.
     """
-    attributes: list[tuple[str, Hashable]] = []
-    for name, value in sorted(module.__dict__.items()):
-        if name == "_modules":
-            attributes.append((name, tuple((k, None if v is None else fingerprint(v)) for k, v in value.items())))
-        elif name in ("_parameters", "_buffers"):
-            attributes.append((name, tuple((k, None if v is None else len(shape_of(v))) for k, v in value.items())))
-        elif not name.startswith("_") or isinstance(value, (bool, int, float, str)):
-            attributes.append((name, value if isinstance(value, (bool, int, float, str, type(None))) else id(value)))
-    return (peel(type(module)), tuple(attributes))
+    children = [(name, None if child is None else fingerprint(child)) for name, child in module._modules.items()]
+    tensors = (*module._parameters.items(), *module._buffers.items())
+    dimensions = [(name, None if tensor is None else len(shape_of(tensor))) for name, tensor in tensors]
+    attributes = [
+        (name, value if isinstance(value, (bool, int, float, str, type(None))) else id(value))
+        for name, value in sorted(module.__dict__.items())
+        if name not in _OF_TORCH_AND_HOOKS
+    ]
+    return (peel(type(module)), *children, *dimensions, *attributes)
 
 
 def named(site: Site) -> str:
@@ -122,7 +147,7 @@ def agree(result: Any, expected: torch.Tensor, mismatches: float = 0.0) -> bool:
 
     Args:
         result: what the module returned; anything that is no tensor of the expected shape and dtype disagrees.
-        expected: what the reference returned.
+        expected: what the reference returned; each of its rows is judged by its own largest number.
         mismatches: the share of elements that may differ by one rounding (bf16 and fp16 only).
     """
     if not isinstance(result, torch.Tensor) or result.shape != expected.shape or result.dtype != expected.dtype:
@@ -131,7 +156,7 @@ def agree(result: Any, expected: torch.Tensor, mismatches: float = 0.0) -> bool:
         return bool((result != expected).float().mean() <= mismatches) and torch.allclose(
             result.float(), expected.float(), rtol=1.6e-2, atol=1e-3
         )
-    return torch.allclose(result, expected, rtol=1e-5, atol=1e-6)
+    return bool(((result - expected).abs() <= 1e-5 * expected.abs().amax(-1, keepdim=True)).all())
 
 
 def variant_of(reference: Any, site: Site, cache: dict[Hashable, Any]) -> Any:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 _MARK = "_twinkle_installed"
 
+CONTAINERS = ("_parameters", "_buffers", "_modules")
+"""Instance attributes in which torch keeps a module's tensors and children."""
+
 BOUND_FORWARDS = ("forward", "_old_forward")
 """Instance attributes in which other tools keep a bound ``forward``: HF kernels and accelerate's hooks."""
 
@@ -75,7 +78,7 @@ def _generated(cls: type) -> type | None:
 def is_torch_wrapper(cls: type) -> bool:
     """Whether torch made this class at run time around somebody's class, as ``fully_shard`` and ``parametrize`` do."""
     inner = cls.__bases__[-1]
-    return _from_torch(cls) and not _from_torch(inner) and inner is not object
+    return _from_torch(cls) and not _from_torch(inner) and hasattr(inner, "forward")
 
 
 def _from_torch(cls: type) -> bool:
@@ -212,8 +215,15 @@ def _generate(origin: type, methods: dict[str, Method], journal: Journal) -> typ
             "kernel_layer_name": _Hidden(),
             _MARK: Installed(origin, base, methods, journal),
         }
-        journal.classes[key] = type(base)(base.__name__, (base,), namespace)
+        # What is made with the base in place is told to the base's __init_subclass__, which may register it by name.
+        made = type(base)(base.__name__, (_Blank,), namespace)
+        made.__bases__ = (base,)
+        journal.classes[key] = made
     return journal.classes[key]
+
+
+class _Blank:
+    """What a class is derived from until it gets its real base."""
 
 
 def _wrappers(cls: type) -> list[type]:

@@ -230,9 +230,11 @@ def get_impl(op: str, backend: str) -> KernelImpl | Reason:
         return definition.implementations[backend]
     if backend in _EVERY_OP:
         return _EVERY_OP[backend](definition)
-    known = {*backends_of(op), *KNOWN_BACKENDS}
-    hint = None if backend in known else did_you_mean(backend, known).removeprefix("; ") or None
-    return Reason("not-registered", f"backend {backend} is not registered for op {op}", hint)
+    registered = backends_of(op) if definition.reference else tuple(definition.implementations)
+    known = {*registered, *KNOWN_BACKENDS}
+    close = "" if backend in known else did_you_mean(backend, known).removeprefix("; ")
+    others = f"registered: {', '.join(registered)}" if registered else None
+    return Reason("not-registered", f"backend {backend} is not registered for op {op}", close or others)
 
 
 class lazy_import:

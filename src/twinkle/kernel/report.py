@@ -6,11 +6,16 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from twinkle.kernel.report_text import report_blocks, short
+from twinkle.layout import plain, width_of_terminal
+from twinkle.platforms import PLATFORMS, platform_of
 from twinkle.reasons import Counts, Reason
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+__all__ = ["STATES", "Report", "Row", "Tried", "Uncovered", "plan", "report", "short"]
 
 STATES = ("installed", "kept", "refused", "missing", "overridden", "unused", "failed")
 """What can become of an entry's sites.
@@ -31,8 +36,15 @@ class Tried:
     def to_dict(self) -> dict[str, Any]:
         return {
             "backend": self.backend,
-            "reasons": [{"code": r.code, "text": str(r), "sites": n} for r, n in self.reasons.items()],
+            "reasons": [
+                {"code": reason.code, "text": reason.text, "hint": reason.hint, "sites": sites}
+                for reason, sites in self.reasons.items()
+            ],
         }
+
+
+_NOT_THERE = {"not-registered", "no-reference"}
+"""Reasons of a backend that the op doesn't have, written or derived."""
 
 
 @dataclass(eq=False)
@@ -51,6 +63,7 @@ class Row:
         tried: the candidates in order, with their reasons.
         notes: what else there is to know.
         default: whether the entry is the default config's own.
+        verified: whether ``kernelize(verify=True)`` compared what serves with the original, and it agreed.
         counts: what became of the calls.
         seen: those of the notes that the last :func:`report` made of what it found at the sites.
         covers: the (class or Python module, attribute) of the sites that the entry names; not part of the data.
@@ -70,6 +83,7 @@ class Row:
     tried: list[Tried] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     default: bool = False
+    verified: bool = False
     counts: Counts = field(default_factory=Counts)
     seen: list[str] = field(default_factory=list)
     covers: frozenset[tuple[Any, str]] = field(default=frozenset(), repr=False)
@@ -97,8 +111,16 @@ class Row:
         """All reasons of all candidates, in order."""
         return [reason for tried in self.tried for reason in tried.reasons]
 
+    @property
+    def unimplemented(self) -> bool:
+        """Whether the op has none of the chain's backends yet, and nobody who wrote the chain could name another."""
+        reasons = self.reasons
+        if self.state != "kept" or not reasons or {reason.code for reason in reasons} - _NOT_THERE:
+            return False
+        return self.default or not any(reason.hint for reason in reasons)
+
     def why(self) -> str:
-        """The reasons in one line, for logs and tables."""
+        """The reasons in one line, for logs and errors."""
         parts = [f"{tried.backend}: {'; '.join(map(str, tried.reasons))}" for tried in self.tried if tried.reasons]
         if self.errors:
             parts.append(f"the kernel raised in {self.errors} call{'s' if self.errors > 1 else ''}")
@@ -118,6 +140,8 @@ class Row:
             "tried": [tried.to_dict() for tried in self.tried],
             "notes": list(self.notes),
             "default": self.default,
+            "verified": self.verified,
+            "unimplemented": self.unimplemented,
             "calls": self.calls,
             "compiled": self.counts.compiled,
             "fallbacks": self.fallbacks,
@@ -164,16 +188,28 @@ class Uncovered:
 
 @dataclass
 class Report:
-    """Rows, and what no entry covers."""
+    """Rows, and what no entry covers.
+
+    Attributes:
+        rows: what became of each entry, or would become.
+        uncovered: what no entry covers; with no rows, what the default config wouldn't cover either.
+        device: what was reported or planned for.
+        planned: whether nothing was done yet: the states are what would be.
+        device_here: whether this machine has the device, so that its packages and hardware count.
+    """
 
     rows: list[Row]
     uncovered: list[Uncovered]
     device: str = ""
+    planned: bool = False
+    device_here: bool = True
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return {
             "device": self.device,
+            "device_here": self.device_here,
+            "planned": self.planned,
             "rows": [row.to_dict() for row in self.rows],
             "uncovered": [part.to_dict() for part in self.uncovered],
         }
@@ -189,65 +225,18 @@ class Report:
                 return row
         raise KeyError(f"no row for {target!r}; rows: {', '.join(row.target for row in self.rows)}")
 
-    def table(self, all_rows: bool = False) -> str:
+    def table(self, all_rows: bool = False, *, width: int | None = None) -> str:
         """The report for people.
 
         Args:
-            all_rows: also list the entries that name nothing of this model, instead of counting them.
+            all_rows: also list the entries that name nothing of this model and the ops that nobody implements yet,
+                instead of a line about them.
+            width: columns to lay it out for; those of the terminal when None.
         """
-        unused = [row for row in self.rows if row.state == "unused"]
-        own = [row for row in unused if not row.default]
-        hidden = [] if all_rows else [row for row in unused if row.default or len(own) > _FEW]
-        shown = [row for row in self.rows if row not in hidden]
-        nothing = "no entry concerns this model" if self.rows else "nothing is installed, and no entry was given"
-        lines = _columns([_HEADER, *(_cells(row) for row in shown)]) if shown else [nothing]
-        for row in shown:
-            if row.why():
-                lines.append(f"  {short(row.target)}: {row.why()}")
-        if hidden:
-            lines.append(f"({len(hidden)} more entries name parts of other models)")
-        if self.uncovered:
-            lines.append("")
-            lines.append("Not covered by any entry:")
-            for part in self.uncovered:
-                lines.append(f"  {part.instances} x {part.target}: {part.variant or part.reason}")
-                if part.config_line:
-                    lines.append(f"      {part.config_line}")
-        return "\n".join(lines)
+        return plain(report_blocks(self.to_dict(), width or width_of_terminal(), all_rows=all_rows))
 
-    __str__ = table
-
-
-_FEW = 8
-_HEADER = ("target", "op", "state", "backend", "scope", "instances", "calls", "fallbacks")
-
-
-def short(target: str) -> str:
-    """``transformers.models.qwen3.modeling_qwen3.Qwen3MLP.forward`` -> ``qwen3.Qwen3MLP.forward``."""
-    parts = target.split(".")
-    if len(parts) > 4 and parts[:2] == ["transformers", "models"]:
-        return ".".join([parts[2], *parts[4:]])
-    return target
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    calls = "compiled: not counted" if row.counts.compiled and not row.calls else str(row.calls)
-    fallbacks = ", ".join(f"{n} x {reason}" for reason, n in row.fallbacks.items())
-    return (
-        short(row.target),
-        row.op or "-",
-        row.state,
-        row.backend or "-",
-        row.scope,
-        "?" if row.instances is None else str(row.instances),
-        calls if row.state == "installed" else "-",
-        fallbacks or "-",
-    )
-
-
-def _columns(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    def __str__(self) -> str:
+        return self.table()
 
 
 def plan(model: nn.Module, mapping: Any = None, *, device: torch.device | str | None = None) -> Report:
@@ -261,27 +250,42 @@ def plan(model: nn.Module, mapping: Any = None, *, device: torch.device | str | 
     from twinkle.kernel.plan import make_plan
 
     made = make_plan(model, mapping, device=device, fetch=False)
-    return Report(made.rows(), made.uncovered(), str(made.index.device))
+    where = made.index.device
+    return Report(made.rows(), made.uncovered(), str(where), planned=True, device_here=_is_here(where.type))
+
+
+def _is_here(device_type: str) -> bool:
+    """Whether this machine has a device of that type; of those that no platform has, the meta device say, all."""
+    known = {platform.device_type for platform in PLATFORMS.values()}
+    return device_type not in known or platform_of(device_type) is not None
 
 
 _HIDDEN = "of the modules have got a forward of their own since, which runs instead"
+_OVERTAKEN = "was changed in its class since: these modules run the kernel in its place; kernelize again to decide anew"
 
 
 def report(model: nn.Module) -> Report:
-    """What is installed on a model now, how often it was called, and what nothing covers."""
-    from twinkle.kernel.reclass import installed_on, own_forward
+    """What is installed on a model now, how often it was called, and what nothing covers.
+
+    Where nothing is, there are no rows, and ``uncovered`` is what the default config wouldn't cover.
+    """
+    from twinkle.kernel.journal import journals_of
+    from twinkle.kernel.plan import make_plan
+    from twinkle.kernel.reclass import installed_on, own_forward, peel
     from twinkle.kernel.targets import ModelIndex
     from twinkle.kernel.uncovered import uncovered_of
-    from twinkle.kernel.undo import journals_of
 
     index = ModelIndex.of(model, None)
     live: Counter[Row] = Counter()
     hidden: Counter[Row] = Counter()
+    overtaken: dict[Row, set[str]] = {}
     for module in model.modules():
         installed = installed_on(type(module))
         for attribute, method in installed.methods.items() if installed else ():
             live[method.row] += 1
             hidden[method.row] += attribute == "forward" and own_forward(module) is not None
+            if installed and getattr(installed.origin, attribute, None) is not method.original:
+                overtaken.setdefault(method.row, set()).add(f"{peel(installed.origin).__qualname__}.{attribute}")
     noted = [row for journal in journals_of(model) for row in journal.rows]
     rows = []
     # A row that a later call's replaced may still serve the modules which that call didn't reach.
@@ -294,8 +298,11 @@ def report(model: nn.Module) -> Report:
         seen = [f"{patch.where} was replaced by somebody else since" for patch in gone]
         if hidden[row]:
             seen.append(f"{hidden[row]} {_HIDDEN}")
+        seen += [f"{method} {_OVERTAKEN}" for method in sorted(overtaken.get(row, ()))]
         row.notes[:] = [note for note in row.notes if note not in row.seen] + seen
         row.seen = seen
         rows.append(row)
+    if not rows:
+        return Report([], make_plan(model, fetch=False).uncovered(), str(index.device))
     covered = {place for row in rows for place in row.covers}
     return Report(rows, uncovered_of(index, covered), str(index.device))

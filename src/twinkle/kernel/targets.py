@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from twinkle.kernel.undo import Journal
+    from twinkle.kernel.journal import Journal
 
 Kind = Literal["class", "method", "function", "logical"]
 
@@ -203,7 +203,7 @@ def _method_target(cls: type, method: str, path: str) -> Target:
 def _function_target(python_module: types.ModuleType, name: str, value: Any, path: str) -> Target:
     from torch import nn
 
-    from twinkle.kernel.undo import patch_of
+    from twinkle.kernel.journal import patch_of
 
     patch = patch_of(python_module, name)
     original = patch.original if patch else value
@@ -288,7 +288,7 @@ class ModelIndex:
 
         parameter = next(model.parameters(), None)
         model_device = device or (parameter.device if parameter is not None else torch.device("cpu"))
-        from twinkle.kernel.undo import journals_of
+        from twinkle.kernel.journal import journals_of
 
         dtype = parameter.dtype if parameter is not None else None
         index = cls(model_device, device, dtype, journals_of(model))
@@ -330,9 +330,9 @@ def _means(target: Target, cls: type) -> bool:
 
 
 def holders_of(site: Site) -> list[str]:
-    """Other Python modules that took a function by ``from … import``: they keep calling what they hold."""
+    """Other Python modules that took a function by ``from … import``, under whatever name: they go on calling it."""
     return sorted(
         name
         for name, module in list(sys.modules.items())
-        if module is not site.owner and getattr(module, "__dict__", {}).get(site.attribute) is site.original
+        if module is not site.owner and any(v is site.original for v in list(getattr(module, "__dict__", {}).values()))
     )

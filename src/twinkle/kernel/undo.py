@@ -19,12 +19,10 @@ from twinkle.kernel.journal import (
     Journal,
     Patch,
     PatchConflict,
-    enter_model,
     forget_model,
     journals_of,
     lock,
     patch_of,
-    register_model,
     release,
 )
 from twinkle.kernel.reclass import (
@@ -41,22 +39,6 @@ from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
     from torch import nn
-
-__all__ = [
-    "Journal",
-    "PatchConflict",
-    "Transaction",
-    "Undone",
-    "active_transaction",
-    "enter_model",
-    "journals_of",
-    "kernelized",
-    "patch",
-    "patch_of",
-    "register_model",
-    "transaction",
-    "unkernelize",
-]
 
 logger = logging.getLogger("twinkle.kernel")
 
@@ -87,8 +69,12 @@ class Transaction:
 
     def remove_method(self, module: nn.Module, attribute: str) -> Reason | None:
         """Takes a method of an earlier call off; returns as ``replace_method``."""
+        installed = installed_on(type(module))
         self._change_class(module)
-        return remove_method(module, attribute)
+        reason = remove_method(module, attribute)
+        if installed is not None and installed_on(type(module)) is None:  # that was the last: it is the original again
+            installed.journal.modules.discard(module)
+        return reason
 
     def _change_class(self, module: nn.Module) -> None:
         self.touched |= {(id(module), name) for name in ("__class__", *BOUND_FORWARDS)}
@@ -96,8 +82,11 @@ class Transaction:
 
     def _class_back(self, module: nn.Module, cls: type) -> None:
         set_class(module, cls)
-        if installed_on(cls) is None:
+        installed = installed_on(cls)
+        if installed is None:
             self.journal.modules.discard(module)
+        else:
+            installed.journal.modules.add(module)
 
     def patch(self, obj: Any, name: str, value: Any) -> None:
         """Replaces an attribute, or shares the replacement when it is the one that is there."""

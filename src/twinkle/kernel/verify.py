@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from twinkle.kernel import registry
+from twinkle.kernel.exact import KeepFloat64, exact_copy, exact_inputs
 from twinkle.kernel.journal import process_originals
 from twinkle.kernel.probe import random_tensor, variant_of
 from twinkle.reasons import Reason
@@ -60,16 +61,13 @@ def allowed_error_used(kernel: torch.Tensor, original: torch.Tensor, reference: 
     return used
 
 
-@dataclass
-class Run:
-    """Results of one forward and backward: outputs and gradients, by name."""
-
-    results: dict[str, torch.Tensor]
+Results = dict[str, torch.Tensor]
+"""Outputs and gradients of one forward and backward, by name."""
 
 
 def run_call(
     function: Callable[..., Any], example: Example, dtype: torch.dtype, device: torch.device, backward: bool = True
-) -> Run:
+) -> Results:
     """Calls an implementation on an example and differentiates the result.
 
     Args:
@@ -96,7 +94,7 @@ def run_call(
         seeds = [random_tensor(*o.shape, seed=90 + i).to(o) for i, o in enumerate(differentiated)]
         gradients = torch.autograd.grad(differentiated, list(wrt.values()), seeds, allow_unused=True)
         results |= {name: g for name, g in zip(wrt, gradients, strict=True) if g is not None}
-    return Run({name: value.detach().clone() for name, value in results.items()})
+    return {name: value.detach().clone() for name, value in results.items()}
 
 
 def _materialise(
@@ -163,8 +161,11 @@ def _unverified(why: str) -> Reason:
     return Reason("unverified", f"not verified: {why}")
 
 
+@torch.inference_mode(False)
 def check_site(site: Site, kernel: Kernel, op: str | None) -> Reason | None:
     """Compares a kernel with the original at a site, forward and backward, on small inputs of the site's dtype.
+
+    It does so in any context of the caller's: autocast, without gradients, inference mode.
 
     Returns:
         None when it is within the judgement, a Reason with code ``unverified`` when it can't be judged, else the Reason
@@ -197,19 +198,19 @@ def check_site(site: Site, kernel: Kernel, op: str | None) -> Reason | None:
             return _unverified(f"it leaves small inputs to the original: {domain}")
         except Exception as error:
             return Reason.of_error(error, "verify", "verifying it on a small input")
-        original = Run({name: value for name, value in original.results.items() if name.startswith("output")})
+        original = {name: value for name, value in original.items() if name.startswith("output")}
     except Exception as error:
         return Reason.of_error(error, "verify", "verifying it on a small input")
     return _judged(ours, original, judge)
 
 
-def _judged(ours: Run, original: Run, judge: Run) -> Reason | None:
-    missing = original.results.keys() - ours.results.keys()
+def _judged(ours: Results, original: Results, judge: Results) -> Reason | None:
+    missing = original.keys() - ours.keys()
     if missing:
         return Reason("verify", f"it gives no {', '.join(sorted(missing))}")
-    judged = [name for name in original.results if name in judge.results]
+    judged = [name for name in original if name in judge]
     for name in judged:
-        used = allowed_error_used(ours.results[name], original.results[name], judge.results[name])
+        used = allowed_error_used(ours[name], original[name], judge[name])
         if used > 1:
             return Reason("verify", f"{name} is off: {used:.3g} times the allowed error")
     return None if judged else _unverified("the op's reference gives none of its results")
@@ -252,8 +253,8 @@ def fits_in_place(site: Site, kernel: Kernel) -> Reason | None:
     except Exception as error:
         on_meta = site.device.type == "meta"
         return None if on_meta else Reason.of_error(error, "unfit", "running it on a small input")
-    for name, expected in original.results.items():
-        result = ours.results.get(name)
+    for name, expected in original.items():
+        result = ours.get(name)
         if result is None or result.shape != expected.shape or result.dtype != expected.dtype:
             got = "nothing" if result is None else f"{tuple(result.shape)} {result.dtype}"
             want = f"{tuple(expected.shape)} {expected.dtype}"
@@ -290,16 +291,13 @@ def compare_models(
         outputs: names and tensors of what ``forward`` returns; its ``logits`` or ``last_hidden_state`` when None.
     """
     outputs = outputs or _named_outputs
-    exact = copy.deepcopy(original).double()
-    config = getattr(exact, "config", None)
-    if hasattr(config, "_experts_implementation"):  # grouped matmul has no fp64
-        exact.set_experts_implementation("eager")  # type: ignore[operator]
-    double = {k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
     ours = _train_step(kernelized, inputs, loss, outputs)
     # A replaced function serves every model of the process; the original must be judged without it.
     with process_originals():
         theirs = _train_step(original, inputs, loss, outputs)
-        judge = _train_step(exact, double, loss, outputs)
+        exact = exact_copy(original)
+        with KeepFloat64():
+            judge = _train_step(exact, exact_inputs(inputs), loss, outputs)
     return [
         Comparison(name, allowed_error_used(ours[name], theirs[name], judge[name]) if name in ours else float("inf"))
         for name in theirs
@@ -315,7 +313,7 @@ def _named_outputs(returned: Any) -> Iterable[tuple[str, torch.Tensor]]:
 
 def _train_step(
     model: nn.Module, inputs: Mapping[str, Any], loss: Callable[[Any], torch.Tensor], outputs: Any
-) -> dict[str, torch.Tensor]:
+) -> Results:
     model.zero_grad(set_to_none=True)
     returned = model(**inputs)
     results = {name: value.detach().clone() for name, value in outputs(returned)}

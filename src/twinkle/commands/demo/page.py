@@ -8,7 +8,7 @@ from html import escape
 import twinkle
 from twinkle.commands.demo.outcome import Outcome
 from twinkle.commands.demo.plot import Series, line_plot
-from twinkle.commands.report_view import NUMBERS, PLAN_COLUMNS, SERVED_COLUMNS, cells, reasons, shown_rows
+from twinkle.kernel.report_text import NUMBERS, PLAN_COLUMNS, SERVED_COLUMNS, cells, legend, losers, notes, select
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2430; --dim: #5b6675; --line: #d9dee6; --paper: #fff; --card: #f6f8fa;
@@ -125,16 +125,18 @@ def _how_measured(outcome: Outcome) -> str:
 
 
 def _kernels(outcome: Outcome) -> str:
-    served, planned = outcome.installed, shown_rows(outcome.plan)
-    why = [(backend, text, ", ".join(ops)) for (backend, text), ops in reasons(planned).items()]
+    served, planned = outcome.installed, select(outcome.plan)
+    rows = [cells(row, PLAN_COLUMNS, planned=True) for row in planned.rows]
+    why = [*losers(planned.rows), *((target, "", note) for target, note in notes(planned.rows))]
     return "\n".join(
         [
             "<h2>What was replaced</h2>",
             *(f"<p>{escape(sentence)}</p>" for sentence in outcome.how_served()),
             _table(SERVED_COLUMNS, [cells(row, SERVED_COLUMNS) for row in served], NUMBERS) if served else "",
             "<h2>What the default mapping does on this machine</h2>",
-            _table(PLAN_COLUMNS, [cells(row, PLAN_COLUMNS) for row in planned], NUMBERS),
-            _details("Why not more", _table(("backend", "because", "for"), why)) if why else "",
+            _table(PLAN_COLUMNS, rows, NUMBERS),
+            *(f'<p class="dim">{escape(line)}</p>' for line in (planned.unimplemented, *legend(planned.rows)) if line),
+            _details("Why not more", _table(("candidate", "for", "because"), why)) if why else "",
         ]
     )
 

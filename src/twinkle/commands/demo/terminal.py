@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from twinkle.commands.console import plain_table
+from twinkle.commands.console import show as print_blocks
 from twinkle.commands.demo.outcome import Outcome, downsampled
-from twinkle.commands.report_view import SERVED_COLUMNS, print_report, reasons_table, rows_table
+from twinkle.kernel.report_text import SERVED_COLUMNS, reasons_blocks, report_blocks, rows_blocks, select
+from twinkle.layout import table
 
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 WIDTH = 40
@@ -23,15 +24,15 @@ def show(console: Console, outcome: Outcome) -> None:
     """Plan, curves, figures, checks and what they mean."""
     console.print(outcome.setting())
     console.print("\nWhat the default mapping does on this machine", style="bold")
-    print_report(console, outcome.plan)
+    print_blocks(console, report_blocks(outcome.plan, console.width, lists_all="twinkle-kernel plan --all"))
     console.print("\nWhat serves in this run", style="bold")
     for sentence in outcome.how_served():
         console.print(sentence)
-    rows = [row for row in outcome.report["rows"] if row["state"] not in ("unused", "missing")]
+    rows = [row for row in select(outcome.report).rows if row["state"] not in ("unused", "missing")]
     if outcome.installed:
-        console.print(rows_table(outcome.installed, SERVED_COLUMNS))
-        if outcome.backends and (table := reasons_table(rows)) is not None:
-            console.print(table)
+        print_blocks(console, rows_blocks(outcome.installed, SERVED_COLUMNS, console.width))
+        if outcome.backends:
+            print_blocks(console, reasons_blocks(rows, console.width))
 
     console.print("\nLoss", style="bold")
     runs = {"original": outcome.original, "kernelized": outcome.kernelized}
@@ -42,10 +43,8 @@ def show(console: Console, outcome: Outcome) -> None:
         console.print(f"{name:<12}{run.losses[0]:.4f} {line} {run.losses[-1]:.4f}")
 
     console.print()
-    table = plain_table("", "original", "kernelized", right=("original", "kernelized"))
-    for figures in outcome.figures():
-        table.add_row(*figures)
-    console.print(table)
+    runs_compared = ("original", "kernelized")
+    print_blocks(console, table(("", *runs_compared), outcome.figures(), console.width, numbers=runs_compared))
     console.print(f"Memory is the {outcome.original.memory['kind']}", style="dim")
     for sentence in outcome.speed():
         console.print(sentence)

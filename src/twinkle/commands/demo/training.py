@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from twinkle.kernel.exact import KeepFloat64, exact_copy
+
 HIDDEN = 288
 SETTINGS: dict[str, Any] = {
     "vocab_size": 256,
@@ -39,22 +41,6 @@ def new_model(device: str) -> Any:
         torch.default_generator.manual_seed(SEED)
         model = Qwen3ForCausalLM(Qwen3Config(max_position_embeddings=LENGTH, **SETTINGS))
     return model.to(device).train()
-
-
-def exact_model() -> Any:
-    """The same in fp64 on the CPU, throughout: transformers' own norm computes in fp32 whatever it is given."""
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
-
-    class ExactNorm(Qwen3RMSNorm):
-        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-            square = hidden_states.square().mean(-1, keepdim=True)
-            return self.weight * (hidden_states * torch.rsqrt(square + self.variance_epsilon))
-
-    model = new_model("cpu").double()
-    for module in model.modules():
-        if isinstance(module, Qwen3RMSNorm):
-            module.__class__ = ExactNorm
-    return model
 
 
 def batches(text: bytes, device: str) -> Iterator[torch.Tensor]:
@@ -118,6 +104,13 @@ class Order:
             if length == HIDDEN:
                 tensor = tensor.index_select(axis, order.to(tensor.device))
         return tensor
+
+
+def exact_results(ids: torch.Tensor, order: Order | None = None) -> dict[str, torch.Tensor]:
+    """The :func:`results` of the same model in fp64, on the CPU; with an order, of its weights and ``ids`` in that."""
+    order = order or Order(0)
+    with KeepFloat64():
+        return results(order.of_model(exact_copy(new_model("cpu"))), order.of_batch(ids.cpu()))
 
 
 def results(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:

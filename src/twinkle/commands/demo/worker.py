@@ -23,7 +23,7 @@ from twinkle.commands.demo.training import (
     Order,
     Training,
     batches,
-    exact_model,
+    exact_results,
     forward,
     new_model,
     results,
@@ -160,7 +160,7 @@ class Kernelized(Original):
         unkernelize(self.twin)  # a copy claims process-wide functions for itself
         del self.twin
         with process_originals():
-            reference = results(exact_model(), ids.cpu())
+            reference = exact_results(ids)
             originals = []
             for order in map(Order, range(ORDERS)):
                 found = results(order.of_model(new_model(self.device)), order.of_batch(ids))

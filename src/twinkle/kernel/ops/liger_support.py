@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
-from twinkle.kernel.ops.triton_support import DTYPES, interpreted, on_device
+from twinkle.kernel.ops.torch_support import transformed
+from twinkle.kernel.ops.triton_programs import on_device
+from twinkle.kernel.ops.triton_support import DTYPES, interpreted
 from twinkle.platforms import platform_of
 from twinkle.reasons import Reason
 
@@ -37,6 +39,8 @@ SYMBOLS = (
     *("swiglu_forward", "swiglu_backward", "geglu_forward", "geglu_backward"),
 )
 """What the ops use of ``liger_kernel.ops``."""
+
+_INSTALL = "pip install 'twinkle-kernel[liger]'"
 
 # Set by available(), read on every call: device types that the kernels can be launched on.
 _launchable: frozenset[str] = frozenset()
@@ -66,8 +70,10 @@ def available(symbols: tuple[str, ...] = SYMBOLS) -> tuple[bool, Reason | None]:
 def _device_types() -> frozenset[str] | Reason:
     """The device types that Triton can launch on here, or why there is none."""
     gpu = next((kind for kind in GPU_TYPES if platform_of(kind) is not None), None)
-    if importlib.util.find_spec("triton") is None:
-        return Reason("no-package", "the package triton is not installed", "install twinkle-kernel[liger]")
+    nowhere = f"no device for Liger's Triton kernels (looked for {', '.join(GPU_TYPES)})"
+    if importlib.util.find_spec("triton") is None:  # without a device, installing it would only lead to the next reason
+        no_package = Reason("no-package", "the package triton is not installed", _INSTALL)
+        return no_package if gpu else Reason("no-device", nowhere)
     import triton
 
     if bool(triton.knobs.runtime.interpret) is not interpreted():
@@ -77,7 +83,7 @@ def _device_types() -> frozenset[str] | Reason:
         return frozenset({"cpu", gpu} - {None})  # type: ignore[arg-type]
     if gpu is None:
         hint = "TRITON_INTERPRET=1, set before triton is imported, runs them on a CPU, for tests"
-        return Reason("no-device", f"no device for Liger's Triton kernels (looked for {', '.join(GPU_TYPES)})", hint)
+        return Reason("no-device", nowhere, hint)
     try:
         # The device may be there and Triton's driver not work, e.g. for want of a C compiler.
         assert triton.runtime.driver.active is not None
@@ -89,7 +95,7 @@ def _device_types() -> frozenset[str] | Reason:
 def _missing(symbols: tuple[str, ...]) -> Reason | None:
     """Why Liger can't be used, of the package's own reasons."""
     if importlib.util.find_spec("liger_kernel") is None:
-        return Reason("no-package", "the package liger-kernel is not installed", "install twinkle-kernel[liger]")
+        return Reason("no-package", "the package liger-kernel is not installed", _INSTALL)
     try:
         ops = importlib.import_module("liger_kernel.ops")
     except Exception as error:
@@ -165,7 +171,7 @@ def call_reason(*tensors: torch.Tensor, one_dtype: bool = True) -> str | None:
         return "an empty tensor"
     if first.shape[-1] > WIDEST:
         return "rows wider than 65536"
-    return "inside a functorch transform" if torch._C._are_functorch_transforms_active() else None
+    return transformed()
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

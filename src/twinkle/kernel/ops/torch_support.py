@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from twinkle.reasons import Reason
 
@@ -20,7 +22,7 @@ FASTER: dict[str, tuple[str, ...]] = {
 }
 """op -> the device types on which the torch backend was measured faster than the original, forward and backward.
 
-``python -m benchmarks.ops --verdict FILE`` derives a device type's part from a result file.
+``python -m benchmarks.verdict FILE`` derives a device type's part from a result file.
 """
 
 
@@ -47,7 +49,15 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def transformed() -> str | None:
-    """Why an autograd.Function can't serve this call: inside ``torch.func.grad``, ``vmap`` and the like it raises."""
-    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+    """Why no autograd.Function of ours can serve this call, whatever its tensors; None for the ordinary one.
+
+    Under ``vmap``, ``torch.func.grad``, … and forward-mode differentiation it would raise for want of rules; a trace
+    would miss what it launches, or couldn't be saved.
+    """
+    if is_compiling():
         return None
-    return "inside a functorch transform"
+    if torch._C._are_functorch_transforms_active():
+        return "inside a functorch transform"
+    if forward_ad._current_level >= 0:
+        return "inside forward-mode differentiation"
+    return "inside torch.jit.trace" if torch._C._is_tracing() else None

@@ -1,8 +1,7 @@
-"""What the Triton kernels of all ops share: availability, addressing without copies, and the way under a compiler."""
+"""What the Triton kernels of all ops share: where they run, which calls they take, how they find their rows, tuning."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.resources
 import importlib.util
@@ -11,9 +10,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
+from twinkle.kernel.ops.torch_support import transformed
 from twinkle.platforms import platform_of
 from twinkle.reasons import Reason
 
@@ -34,16 +33,18 @@ def interpreted() -> bool:
 
 def available() -> tuple[bool, Reason | None]:
     """Whether Triton is here and has something to run on."""
-    if importlib.util.find_spec("triton") is None:
-        return False, Reason("no-package", "the package triton is not installed", "pip install triton, where a GPU is")
+    found = any(platform_of(kind) is not None for kind in GPU_TYPES)
+    no_gpu = "Triton has no GPU to run on"
+    if importlib.util.find_spec("triton") is None:  # without a GPU, installing it would only lead to the next reason
+        no_package = Reason("no-package", "the package triton is not installed", "pip install triton")
+        return False, no_package if found else Reason("no-device", no_gpu)
     try:
         if interpreted():
             return True, None
     except Exception as error:
         return False, Reason.of_error(error, "broken-package", "importing triton")
-    found = [kind for kind in GPU_TYPES if platform_of(kind) is not None]
     hint = "set TRITON_INTERPRET=1 before triton is imported to run its programs on the CPU, for tests"
-    return (True, None) if found else (False, Reason("no-device", "Triton has no GPU to run on", hint))
+    return (True, None) if found else (False, Reason("no-device", no_gpu, hint))
 
 
 def device_reason(site: Site) -> Reason | None:
@@ -103,48 +104,6 @@ def processors(device: torch.device) -> int:
     return 4
 
 
-def on_device(tensor: torch.Tensor) -> Any:
-    """Makes the tensor's device the current one for a launch; nothing to do when it is."""
-    if tensor.is_cuda and several_devices() and tensor.device.index != torch.cuda.current_device():
-        return torch.cuda.device(tensor.device)
-    return _NOTHING
-
-
-_NOTHING = contextlib.nullcontext()
-
-
-@functools.cache
-def several_devices() -> bool:
-    """Whether a tensor's device may be another one than the current."""
-    return torch.cuda.device_count() > 1
-
-
-class Workspace:
-    """Scratch memory of one stream, whose launches follow one another: counters that every launch leaves as zeros, and
-    room for partial sums."""
-
-    def __init__(self, device: torch.device, counters: int, floats: int) -> None:
-        self.counters = torch.zeros(counters, dtype=torch.int32, device=device)
-        self.floats = torch.empty(floats, dtype=torch.float32, device=device)
-
-
-_workspaces: dict[tuple[torch.device, int], Workspace] = {}
-
-
-def workspace(device: torch.device, counters: int, floats: int) -> Workspace:
-    """The current stream's workspace, at least that large.
-
-    A captured graph may be replayed beside anything, so it gets one of its own.
-    """
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return Workspace(device, counters, floats)
-    key = (device, torch._C._cuda_getCurrentRawStream(device.index))
-    found = _workspaces.get(key)
-    if found is None or found.floats.numel() < floats or found.counters.numel() < counters:
-        found = _workspaces[key] = Workspace(device, counters, floats)
-    return found
-
-
 _launchable: tuple[str, ...] = ()
 
 
@@ -154,16 +113,6 @@ def launchable(device: torch.device) -> bool:
     if not _launchable:
         _launchable = (*GPU_TYPES, "cpu") if interpreted() else GPU_TYPES
     return device.type in _launchable
-
-
-def transformed() -> bool:
-    """Whether a functorch transform (``vmap``, ``grad``, …) or forward-mode differentiation is running.
-
-    Autograd functions here have no rules for them.
-    """
-    if is_compiling():
-        return False
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def call_reason(*tensors: torch.Tensor | None) -> str | None:
@@ -188,7 +137,7 @@ def call_reason(*tensors: torch.Tensor | None) -> str | None:
             return "the tensors are on different devices"
     if first.numel() == 0:
         return "an empty tensor"
-    return "inside a functorch transform or forward-mode differentiation" if transformed() else None
+    return transformed()
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -227,91 +176,6 @@ def tuned(op: str, direction: str, device: torch.device, block: int) -> tuple[in
     return next(tuple(choice["launch"]) for choice in choices if block <= choice["up_to"])
 
 
-class Launch(NamedTuple):
-    """Everything of one kernel launch but its tensors: grid, the arguments after the tensors, compile-time values."""
-
-    grid: tuple[int, ...]
-    scalars: tuple[Any, ...]
-    constants: dict[str, Any]
-    warps: int
-
-
-MOST_PREPARED = 8192
-"""How many launches are remembered. Every shape leaves one; when that many have come, all are forgotten."""
-
-_prepared: dict[Any, tuple[Callable[..., None], tuple[Any, ...]]] = {}
-
-
-def launch(kernel: Any, key: Any, tensors: tuple[torch.Tensor | None, ...], make: Callable[[], Launch]) -> None:
-    """Launches a kernel eagerly; a launch like an earlier one costs little more than the driver's call.
-
-    Triton finds the compiled program anew at each call, from every argument. Here it is looked up by ``key``.
-
-    Args:
-        kernel: a ``@triton.jit`` function whose first parameters are the tensors.
-        key: determines what ``make`` gives, and the tensors' dtypes and device.
-        tensors: the pointers, in the kernel's order; the first is never None, and says on which device.
-        make: computes the launch, when the key is new.
-    """
-    addresses = 0
-    for tensor in tensors:
-        if tensor is not None:
-            addresses |= tensor.data_ptr()
-    aligned = addresses % 16 == 0
-    # Programs are compiled for pointers that are multiples of 16; others take Triton's own way.
-    prepared = _prepared.get((id(kernel), key)) if aligned else None
-    if prepared is not None:
-        call, rest = prepared
-        call(*tensors, *rest)
-        return
-    made = make()
-    first = tensors[0]
-    assert first is not None
-    with on_device(first):
-        program = kernel[made.grid](*tensors, *made.scalars, **made.constants, num_warps=made.warps)
-    if aligned and hasattr(program, "packed_metadata"):  # an interpreter gives nothing back
-        if len(_prepared) >= MOST_PREPARED:
-            _prepared.clear()
-        constants = tuple(made.constants[name] for name in kernel.arg_names[len(tensors) + len(made.scalars) :])
-        _prepared[id(kernel), key] = _prepare(program, made.grid, first.device), (*made.scalars, *constants)
-
-
-def _prepare(program: Any, grid: tuple[int, ...], device: torch.device) -> Callable[..., None]:
-    """A compiled program's launch on the device's current stream, as a function of all its arguments."""
-    import triton
-
-    grid = (*grid, 1, 1)[:3]  # a compiled program wants all three
-    call = _quick(program, grid, device) if triton.__version__.startswith("3.6.") else program[grid]
-    if not several_devices():
-        return call
-
-    def call_there(first: torch.Tensor, *rest: Any) -> None:
-        with on_device(first):
-            call(first, *rest)
-
-    return call_there
-
-
-def _quick(program: Any, grid: tuple[int, ...], device: torch.device) -> Callable[..., None]:
-    """What ``program[grid]`` does in Triton 3.6, but for the records that it makes for hooks that nobody has set.
-
-    They take half of its time.
-    """
-    from triton import knobs
-    from triton.runtime.driver import driver
-
-    public, run, function, metadata = program[grid], program.run, program.function, program.packed_metadata
-    stream, index, hooks = driver.active.get_current_stream, device.index, knobs.runtime
-
-    def call(*arguments: Any) -> None:
-        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-            public(*arguments)
-        else:
-            run(*grid, stream(index), function, metadata, None, None, None, *arguments)
-
-    return call
-
-
 def gradients_with_graph(
     function: Callable[..., torch.Tensor],
     inputs: tuple[torch.Tensor | None, ...],
@@ -330,33 +194,3 @@ def gradients_with_graph(
     wanted = [alias for alias, is_needed in zip(aliases, needed, strict=True) if is_needed]
     found = iter(torch.autograd.grad(function(*aliases), wanted, grad, create_graph=True))  # type: ignore[arg-type]
     return tuple(next(found) if is_needed else None for is_needed in needed)
-
-
-def launch_traced(kernel: Any, key: Any, tensors: tuple[torch.Tensor | None, ...], make: Callable[[], Launch]) -> None:
-    """The same inside a library operator, in a way that a compiler can see through."""
-    made = make()
-    kernel = kernel if interpreted() else torch.library.wrap_triton(kernel)
-    kernel[made.grid](*tensors, *made.scalars, **made.constants, num_warps=made.warps)
-
-
-Launcher = Callable[[Any, Any, tuple[torch.Tensor | None, ...], Callable[[], Launch]], None]
-
-
-def library_op(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a function that launches Triton kernels an operator that compilers can trace.
-
-    On a GPU a ``triton_op``, into whose kernel inductor can see; where Triton is interpreted an opaque ``custom_op``.
-
-    Args:
-        name: ``"twinkle::…"``.
-        fake: gives empty results of the right shapes, dtypes and strides.
-    """
-
-    def decorate(function: Callable[..., Any]) -> Any:
-        launchable(torch.device("meta"))  # finds out what a compiler could not trace
-        make: Any = torch.library.custom_op if interpreted() else torch.library.triton_op
-        op = make(name, function, mutates_args=())
-        op.register_fake(fake)
-        return op
-
-    return decorate

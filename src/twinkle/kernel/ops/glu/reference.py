@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from twinkle.kernel.ops.derived import Example, layer
-from twinkle.kernel.probe import WIDTH, agree, probed, random_tensor, stand_in
+from twinkle.kernel.probe import WIDTH, agree, probed, random_tensor, stand_in, uneven
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
@@ -97,11 +97,14 @@ class GluReference:
         others = [n for n, child in children.items() if n not in names and child is not None and _has_state(child)]
         if others:
             return Reason("not-this-op", f"{site.owner.__qualname__} has further children: {', '.join(others)}")
-        twin, x = small_mlp(site.module, names), 4 * random_tensor(16, WIDTH, seed=9)
-        result = site.original(twin, x.clone())
-        found = next((a for a in ACTIVATIONS if agree(result, _mlp(twin, x, GluVariant(a, names)))), None)
-        if found is None:
+        fitting = list(ACTIVATIONS)
+        for training, leading in ((True, (32,)), (False, (4, 8))):
+            twin, x = small_mlp(site.module, names, training=training), uneven(*leading, WIDTH, seed=9)
+            result = site.original(twin, x.clone())
+            fitting = [a for a in fitting if agree(result, _mlp(twin, x, GluVariant(a, names)))]
+        if not fitting:
             return Reason("not-this-op", f"{site.owner.__qualname__} computes more than down(activation(gate) * up)")
+        found = fitting[0]
         if found not in self.activations:
             ours = " or ".join(self.activations)
             return Reason("activation", f"the activation is {found}, {self.op} computes {ours}")
@@ -131,11 +134,13 @@ class GluReference:
 def _has_state(child: nn.Module) -> bool:
     """Whether a child could do more than an activation does: dropouts differ between train and eval."""
     is_dropout = isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0
-    return is_dropout or next(child.parameters(), None) is not None
+    return is_dropout or any(True for _ in (*child.parameters(), *child.buffers()))
 
 
-def small_mlp(module: nn.Module, names: tuple[str, ...], hidden: int = WIDTH, width: int | None = None) -> Any:
-    """A stand-in in training mode with small fp32 linear projections; ``width`` is that of the first one's output."""
+def small_mlp(
+    module: nn.Module, names: tuple[str, ...], hidden: int = WIDTH, width: int | None = None, training: bool = True
+) -> Any:
+    """A stand-in with small fp32 linear projections; ``width`` is that of the first one's output."""
     fused = len(names) == 2
     width = width or hidden * (2 if fused else 1)
     shapes = [(hidden, width)] * (len(names) - 1) + [(width // 2 if fused else width, hidden)]
@@ -145,7 +150,7 @@ def small_mlp(module: nn.Module, names: tuple[str, ...], hidden: int = WIDTH, wi
         linear.weight.data = random_tensor(outside, inside, seed=20 + index) / inside**0.5
         linear.bias.data = random_tensor(outside, seed=30 + index)
         children[name] = linear
-    twin = stand_in(module, training=True)
+    twin = stand_in(module, training=training)
     twin._modules.update(children)
     return twin
 

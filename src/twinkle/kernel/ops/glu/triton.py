@@ -7,6 +7,7 @@ so that autograd has nothing to concatenate.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,23 +18,21 @@ from torch.compiler import is_compiling
 from twinkle.kernel.ops.derived import layer
 from twinkle.kernel.ops.glu import triton_kernels as kernels
 from twinkle.kernel.ops.glu.reference import ACTIVATIONS
-from twinkle.kernel.ops.triton_support import (
-    Launch,
-    Launcher,
-    call_reason,
-    device_reason,
-    gradients_with_graph,
-    launch,
-    launch_traced,
-    library_op,
-    rows_of,
-    tuned,
-)
+from twinkle.kernel.ops.triton_programs import Launch, Make, Memory, Program, Traced, library_op
+from twinkle.kernel.ops.triton_support import call_reason, device_reason, gradients_with_graph, rows_of, tuned
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
     from twinkle.kernel.ops.glu.reference import GluVariant
     from twinkle.kernel.targets import Site
+
+
+WORTHWHILE = 2**18
+"""Elements of an MLP's input from which on a training step gains on a GPU.
+
+On fewer the host's work is all there is, and an autograd function written in Python costs more of it than PyTorch's own
+nodes: 7 % for one call forward and backward (benchmarks/results/cuda). Without gradients there is no such node.
+"""
 
 
 def _layout(*tensors: torch.Tensor) -> tuple[int, int, list[int]] | None:
@@ -50,40 +49,49 @@ def _layout(*tensors: torch.Tensor) -> tuple[int, int, list[int]] | None:
     return first.numel() // first.shape[-1], first.shape[-1], strides
 
 
-def _launch(
-    launcher: Launcher, key: Any, kernel: Any, direction: str, tensors: tuple[torch.Tensor, ...], activation: str
-) -> None:
-    def make() -> Launch:
-        layout = _layout(*tensors)
-        assert layout is not None
-        rows, width, strides = layout
-        block, warps = tuned("glu", direction, tensors[0].device, 1)
-        blocks = triton.cdiv(width, block)
-        return Launch((rows * blocks,), (width, blocks, *strides), {"ACTIVATION": activation, "BLOCK": block}, warps)
-
-    launcher(kernel, key, tensors, make)
+def _launched(make: Make, direction: str, tensors: tuple[torch.Tensor, ...], activation: str) -> Callable[..., None]:
+    """A function of tensors like these: gate, up and product, or grad, gate, up and the gradients of gate and up."""
+    kernel = {"forward": kernels.forward_kernel, "backward": kernels.backward_kernel}[direction]
+    layout = _layout(*tensors)
+    assert layout is not None
+    rows, width, strides = layout
+    block, warps = tuned("glu", direction, tensors[0].device, 1)
+    blocks = triton.cdiv(width, block)
+    constants = {"ACTIVATION": activation, "BLOCK": block}
+    return make(kernel, Launch((rows * blocks,), (width, blocks, *strides), constants, warps))
 
 
-def _launch_forward(launcher: Launcher, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    """Launches the forward; returns the product, contiguous."""
+_programs: Memory[Callable[..., None]] = Memory()
+
+
+def _eager_forward(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """The product, contiguous."""
     out = _empty_product(gate)
     key = (gate.shape, gate.stride(), up.stride(), gate.dtype, gate.device, activation)
-    _launch(launcher, key, kernels.forward_kernel, "forward", (gate, up, out), activation)
+    program = _programs.get(key)
+    if program is None:
+        if not _readable(gate, up):
+            return _eager_forward(gate.contiguous(), up.contiguous(), activation)
+        program = _programs.add(key, _launched(Program, "forward", (gate, up, out), activation))
+    program(gate, up, out)
     return out
 
 
-def _launch_backward(
-    launcher: Launcher, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, results: Any, activation: str
-) -> None:
-    """Launches the backward into ``results``: the gradients of gate and up."""
+def _eager_backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, results: Any, activation: str) -> None:
+    """Writes the gradients of gate and up into ``results``."""
     dgate, dup = results
     key = (grad.shape, grad.stride(), gate.stride(), up.stride(), dgate.stride(), gate.dtype, gate.device, activation)
-    _launch(launcher, key, kernels.backward_kernel, "backward", (grad, gate, up, dgate, dup), activation)
+    program = _programs.get(key)
+    if program is None:
+        if not _readable(grad, gate, up):
+            return _eager_backward(grad.contiguous(), gate.contiguous(), up.contiguous(), results, activation)
+        program = _programs.add(key, _launched(Program, "backward", (grad, gate, up, dgate, dup), activation))
+    program(grad, gate, up, dgate, dup)
 
 
-def _readable(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors, copied only when the kernels can't read them as they lie."""
-    return list(tensors) if _layout(*tensors) is not None else [t.contiguous() for t in tensors]
+def _readable(*tensors: torch.Tensor) -> bool:
+    """Whether the kernels can read the tensors as they lie."""
+    return _layout(*tensors) is not None
 
 
 def _empty_product(gate: torch.Tensor) -> torch.Tensor:
@@ -95,8 +103,7 @@ class _Glu(torch.autograd.Function):
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
-        gate, up = _readable(gate, up)
-        return _launch_forward(launch, gate, up, activation)
+        return _eager_forward(gate, up, activation)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -105,8 +112,7 @@ class _Glu(torch.autograd.Function):
             formula = functools.partial(_by_formula, activation=ctx.activation)
             return (*gradients_with_graph(formula, (gate, up), ctx.needs_input_grad[:2], grad), None)
         results = _empty_product(gate), _empty_product(up)
-        grad, gate, up = _readable(grad, gate, up)
-        _launch_backward(launch, grad, gate, up, results, ctx.activation)
+        _eager_backward(grad, gate, up, results, ctx.activation)
         return (*results, None)
 
 
@@ -119,8 +125,8 @@ class _FusedGlu(torch.autograd.Function):
     def forward(ctx: Any, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         ctx.save_for_backward(gate_up)
         ctx.activation = activation
-        gate, up = _readable(*gate_up.chunk(2, dim=-1))
-        return _launch_forward(launch, gate, up, activation)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return _eager_forward(gate, up, activation)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -129,14 +135,16 @@ class _FusedGlu(torch.autograd.Function):
             formula = functools.partial(_by_formula, activation=ctx.activation)
             return (*gradients_with_graph(lambda t: formula(*t.chunk(2, dim=-1)), (gate_up,), (True,), grad), None)
         result = _empty_product(gate_up)
-        grad, gate, up = _readable(grad, *gate_up.chunk(2, dim=-1))
-        _launch_backward(launch, grad, gate, up, result.chunk(2, dim=-1), ctx.activation)
+        gate, up = gate_up.chunk(2, dim=-1)
+        _eager_backward(grad, gate, up, result.chunk(2, dim=-1), ctx.activation)
         return result, None
 
 
 @library_op("twinkle::glu", lambda gate, up, activation: _empty_product(gate))
 def _traced_forward(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    return _launch_forward(launch_traced, gate.contiguous(), up.contiguous(), activation)
+    gate, up, out = gate.contiguous(), up.contiguous(), _empty_product(gate)
+    _launched(Traced, "forward", (gate, up, out), activation)(gate, up, out)
+    return out
 
 
 @library_op("twinkle::glu_backward", lambda grad, gate, up, activation: (_empty_product(gate), _empty_product(up)))
@@ -144,7 +152,8 @@ def _traced_backward(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     results = _empty_product(gate), _empty_product(up)
-    _launch_backward(launch_traced, grad.contiguous(), gate.contiguous(), up.contiguous(), results, activation)
+    tensors = (grad.contiguous(), gate.contiguous(), up.contiguous(), *results)
+    _launched(Traced, "backward", tensors, activation)(*tensors)
     return results
 
 
@@ -161,13 +170,16 @@ _traced_forward.register_autograd(_differentiate, setup_context=_save)
 
 
 def _product(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    return _traced_forward(gate, up, activation) if is_compiling() else _Glu.apply(gate, up, activation)
+    if is_compiling():
+        return _traced_forward(gate, up, activation)
+    return (_Glu.apply if torch.is_grad_enabled() else _eager_forward)(gate, up, activation)
 
 
 def _fused_product(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    if is_compiling():
-        return _traced_forward(*gate_up.chunk(2, dim=-1), activation)
-    return _FusedGlu.apply(gate_up, activation)
+    if not is_compiling() and torch.is_grad_enabled():
+        return _FusedGlu.apply(gate_up, activation)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return _product(gate, up, activation)
 
 
 def _reason(gate: torch.Tensor, up: torch.Tensor) -> str | None:
@@ -242,6 +254,8 @@ def load(target: Any, site: Site) -> type[nn.Module]:
             return getattr(self, down)(product)
 
     def accepts_call(self: Any, x: torch.Tensor) -> str | None:
+        if x.is_cuda and x.numel() < WORTHWHILE and torch.is_grad_enabled() and not is_compiling():
+            return "too few elements for a kernel to be worth its autograd node"
         return call_reason(x)
 
     return layer("TritonGLU", forward, accepts_call)

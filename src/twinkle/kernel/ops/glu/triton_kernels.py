@@ -10,27 +10,28 @@ SQRT_HALF = tl.constexpr(0.7071067811865476)
 SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
 CUBIC = tl.constexpr(0.044715)
+LARGEST = tl.constexpr(3.0e38)
 
 
 @triton.jit
 def _activate(x, ACTIVATION: tl.constexpr):
     """The activation and its derivative, in fp32."""
-    if ACTIVATION == "silu":
-        s = tl.sigmoid(x)
-        value = x * s
-        slope = s + value * (1.0 - s)
-    elif ACTIVATION == "gelu_tanh":
-        inner = SQRT_2_OVER_PI * (x + CUBIC * x * x * x)
-        # (1 + tanh) / 2 and 1 - tanh^2 by the exponential: nothing cancels, and large values saturate.
-        e = tl.exp(-2.0 * tl.abs(inner))
-        half = 1.0 / (1.0 + e)
-        share = tl.where(inner < 0, e * half, half)
-        value = x * share
-        slope = share + 2.0 * x * e * half * half * SQRT_2_OVER_PI * (1.0 + 3.0 * CUBIC * x * x)
-    else:
+    if ACTIVATION == "gelu":
         cdf = 0.5 * (1.0 + tl.math.erf(x * SQRT_HALF))
         value = x * cdf
         slope = cdf + x * INV_SQRT_2PI * tl.exp(-0.5 * x * x)
+    else:  # x * sigmoid(z): (1 + tanh(y)) / 2 is sigmoid(2 y)
+        if ACTIVATION == "silu":
+            z = x
+            dz = 1.0
+        else:
+            z = 2.0 * SQRT_2_OVER_PI * x * (1.0 + CUBIC * x * x)
+            dz = 2.0 * SQRT_2_OVER_PI * (1.0 + 3.0 * CUBIC * x * x)
+        e = tl.exp(-z)
+        share = 1.0 / (1.0 + e)
+        rest = tl.minimum(e, LARGEST) * share  # 1 - share, but nothing cancels; where e is inf, share is 0
+        value = x * share
+        slope = share + value * rest * dz
     return value, slope
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from twinkle.kernel.ops.derived import Example, layer
 from twinkle.kernel.ops.moe.experts_reference import EXPERTS, HIDDEN, TOP_K
-from twinkle.kernel.probe import agree, probed, random_tensor, stand_in
+from twinkle.kernel.probe import agree, probed, random_tensor, stand_in, uneven
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
@@ -67,9 +67,9 @@ class _Scaled(nn.Module):
         return self.scale * tokens[:, : self.width].sin()
 
 
-def small_block(module: nn.Module, shared: bool) -> Any:
+def small_block(module: nn.Module, shared: bool, training: bool = True) -> Any:
     """A stand-in whose children are small functions."""
-    twin = stand_in(module, training=True, gate=_Router(), experts=_Experts())
+    twin = stand_in(module, training=training, gate=_Router(), experts=_Experts())
     if shared:
         twin._modules.update(shared_expert=_Scaled(3.0, HIDDEN), shared_expert_gate=_Scaled(0.5, 1))
     return twin
@@ -84,11 +84,13 @@ def probe(site: Site) -> MoeBlockVariant | Reason:
     expected = {"gate", "experts"} | ({"shared_expert", "shared_expert_gate"} if shared else set())
     if children != expected or any(p is not None for p in site.module._parameters.values()):
         return Reason("not-this-op", f"{site.owner.__qualname__} has children {', '.join(sorted(children))}")
-    x = random_tensor(2, 3, HIDDEN, seed=80)
-    result = site.original(small_block(site.module, shared), x.clone())
-    if agree(result, moe_block(small_block(site.module, shared), x, shared)):
-        return MoeBlockVariant(shared)
-    return Reason("not-this-op", f"{site.owner.__qualname__} computes more than router, experts and shared expert")
+    x = uneven(2, 3, HIDDEN, seed=80)
+    for training in (True, False):
+        twin = small_block(site.module, shared, training)
+        if not agree(site.original(twin, x.clone()), moe_block(twin, x, shared)):
+            text = f"{site.owner.__qualname__} computes more than router, experts and shared expert"
+            return Reason("not-this-op", text)
+    return MoeBlockVariant(shared)
 
 
 def build(variant: MoeBlockVariant, compute_dtype: torch.dtype | None = None) -> type[nn.Module]:

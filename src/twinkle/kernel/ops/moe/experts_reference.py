@@ -15,7 +15,7 @@ from torch import nn
 
 from twinkle.kernel.ops.derived import Example, layer
 from twinkle.kernel.ops.glu.reference import ACTIVATIONS
-from twinkle.kernel.probe import agree, probed, random_tensor, shape_of, stand_in
+from twinkle.kernel.probe import agree, probed, random_tensor, shape_of, stand_in, uneven
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def moe_experts(
     return torch.einsum("eti,ehi,te->th", hidden, down.to(dtype), share).to(x.dtype)
 
 
-def small_experts(module: nn.Module) -> Any:
+def small_experts(module: nn.Module, training: bool = True) -> Any:
     """A stand-in with four small experts."""
     sizes = {"num_experts": EXPERTS, "hidden_dim": HIDDEN, "intermediate_dim": INTERMEDIATE}
     sizes |= {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "moe_intermediate_size": INTERMEDIATE}
@@ -76,7 +76,7 @@ def small_experts(module: nn.Module) -> Any:
         "gate_up_proj": nn.Parameter(random_tensor(EXPERTS, 2 * INTERMEDIATE, HIDDEN, seed=70), requires_grad=False),
         "down_proj": nn.Parameter(random_tensor(EXPERTS, HIDDEN, INTERMEDIATE, seed=71), requires_grad=False),
     }
-    return stand_in(module, **{k: v for k, v in sizes.items() if k in module.__dict__}, **weights)
+    return stand_in(module, training=training, **{k: v for k, v in sizes.items() if k in module.__dict__}, **weights)
 
 
 def small_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -92,12 +92,17 @@ def probe(site: Site) -> MoeExpertsVariant | Reason:
     shapes = {name: len(shape_of(p)) for name, p in site.module._parameters.items() if p is not None}
     if shapes != {"gate_up_proj": 3, "down_proj": 3}:
         return Reason("not-this-op", f"{site.owner.__qualname__} has parameters {shapes}, not two stacks of weights")
-    twin, inputs = small_experts(site.module), small_inputs()
-    result = inspect.unwrap(site.original)(twin, *(t.clone() for t in inputs))
-    for activation in ACTIVATIONS:
-        if agree(result, moe_experts(*inputs, twin.gate_up_proj, twin.down_proj, activation)):
-            return MoeExpertsVariant(activation)
-    return Reason("not-this-op", f"{site.owner.__qualname__} computes more than a gated MLP per expert")
+    _, index, shares = small_inputs()
+    inputs = uneven(TOKENS, HIDDEN, seed=72), index, shares
+    fitting = list(ACTIVATIONS)
+    for training in (True, False):
+        twin = small_experts(site.module, training)
+        result = inspect.unwrap(site.original)(twin, *(t.clone() for t in inputs))
+        weights = twin.gate_up_proj, twin.down_proj
+        fitting = [activation for activation in fitting if agree(result, moe_experts(*inputs, *weights, activation))]
+    if not fitting:
+        return Reason("not-this-op", f"{site.owner.__qualname__} computes more than a gated MLP per expert")
+    return MoeExpertsVariant(fitting[0])
 
 
 def build(variant: MoeExpertsVariant, compute_dtype: torch.dtype | None = None) -> type[nn.Module]:

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from twinkle.kernel.ops.derived import Example, layer
-from twinkle.kernel.ops.rms_norm.reference import eps_name, probe_input, rms_norm, weight_name, width_of
-from twinkle.kernel.probe import agree, probed, random_tensor, stand_in
+from twinkle.kernel.ops.rms_norm.reference import PROBES, eps_name, rms_norm, weight_name, width_of
+from twinkle.kernel.probe import WIDTH, agree, probed, random_tensor, stand_in, uneven
 from twinkle.kernel.probe import cast as cast_stand_in
 from twinkle.reasons import Reason
 
@@ -63,13 +63,26 @@ def probe(site: Site) -> GatedRMSNormVariant | Reason:
     weight, eps = weight_name(site.module), eps_name(site.module)
     if weight is None or eps is None:
         return Reason("not-this-op", f"{site.owner.__qualname__} has no single 1-D weight or no eps")
-    for dtype in (torch.float32, torch.bfloat16):
-        twin = cast_stand_in(stand_in(site.module), dtype)
-        x, gate = probe_input().to(dtype), random_tensor(64, 8, seed=5).to(dtype)
-        expected = gated_rms_norm(x, gate, twin._parameters[weight], getattr(twin, eps))
-        if not agree(site.original(twin, x.clone(), gate.clone()), expected, mismatches=0.02):
-            return Reason("not-this-op", f"{site.owner.__qualname__} computes no norm-then-SiLU-gate in fp32")
-    return GatedRMSNormVariant(weight, eps)
+    variant = GatedRMSNormVariant(weight, eps)
+    if all(_matches(site, variant, *probe_) for probe_ in PROBES):
+        return variant
+    return Reason("not-this-op", f"{site.owner.__qualname__} computes no norm-then-SiLU-gate in fp32")
+
+
+def _matches(
+    site: Site, variant: GatedRMSNormVariant, x_dtype: Any, weight_dtype: Any, leading: tuple[int, ...], training: bool
+) -> bool:
+    assert site.module is not None
+    twin = cast_stand_in(stand_in(site.module, training=training), weight_dtype)
+    x, gate = (uneven(*leading, WIDTH, seed=seed).to(x_dtype) for seed in (7, 5))
+    weight, eps = twin._parameters[variant.weight], getattr(twin, variant.eps)
+    if not agree(site.original(twin, x.clone(), gate.clone()), gated_rms_norm(x, gate, weight, eps), mismatches=0.02):
+        return False
+    try:
+        without = site.original(twin, x.clone(), None)
+    except Exception:  # it needs a gate
+        return True
+    return agree(without, gated_rms_norm(x, None, weight, eps), mismatches=0.02)
 
 
 def build(variant: GatedRMSNormVariant, compute_dtype: torch.dtype = torch.float32) -> type[nn.Module]:

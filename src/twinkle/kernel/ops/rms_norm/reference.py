@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from twinkle.kernel.ops.derived import Example, layer
-from twinkle.kernel.probe import WIDTH, agree, probed, random_tensor, shape_of, stand_in
+from twinkle.kernel.probe import WIDTH, agree, probed, random_tensor, shape_of, stand_in, uneven
 from twinkle.kernel.probe import cast as cast_stand_in
 from twinkle.reasons import Reason
 
@@ -100,9 +100,12 @@ def weight_name(module: nn.Module) -> str | None:
     return names[0] if len(names) == 1 else None
 
 
-def probe_input(seed: int = 7) -> torch.Tensor:
-    """``[64, WIDTH]`` fp32: rows of very different size, so that a wrong eps shows."""
-    return random_tensor(64, WIDTH, seed=seed) * torch.logspace(-3, 1, 64)[:, None]
+PROBES = (
+    (torch.float32, torch.float32, (64,), True),  # the maths itself
+    (torch.bfloat16, torch.bfloat16, (8, 8), False),  # the order of rounding
+    (torch.bfloat16, torch.float32, (4, 4, 4), True),  # the promotion
+)
+"""What a probe runs: the dtypes of input and weight, the input's leading dimensions, whether in training mode."""
 
 
 @probed("rms_norm")
@@ -129,14 +132,9 @@ def _variants(weight: str | None, eps: str) -> list[RMSNormVariant]:
 
 def _matches(site: Site, variant: RMSNormVariant) -> bool:
     assert site.module is not None
-    # bf16 with a bf16 weight shows the order of rounding, with an fp32 weight the promotion, fp32 the maths itself.
-    for x_dtype, weight_dtype in (
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.bfloat16, torch.float32),
-    ):
-        twin = cast_stand_in(stand_in(site.module), weight_dtype)
-        x = probe_input().to(x_dtype)
+    for x_dtype, weight_dtype, leading, training in PROBES:
+        twin = cast_stand_in(stand_in(site.module, training=training), weight_dtype)
+        x = uneven(*leading, WIDTH, seed=7).to(x_dtype)
         weight = twin._parameters[variant.weight] if variant.weight else None
         expected = rms_norm(x, weight, getattr(twin, variant.eps), offset=variant.offset, cast=variant.cast)
         if not agree(site.original(twin, x.clone()), expected, mismatches=0.02):

@@ -191,7 +191,7 @@ def load(target: Any, site: Site) -> type[nn.Module]:
 
     def accepts_call(self: Any, hidden_states: torch.Tensor) -> str | None:
         weight = getattr(self, weight_name) if weight_name else hidden_states
-        return _mixed(hidden_states, weight) or formulation_for(hidden_states).refuse(hidden_states)
+        return _unfit(hidden_states, weight) or formulation_for(hidden_states).refuse(hidden_states)
 
     return layer("TorchRMSNorm", forward, accepts_call)
 
@@ -208,13 +208,15 @@ def load_gated(target: Any, site: Site) -> type[nn.Module]:
     def accepts_call(self: Any, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> str | None:
         if gate is not None and gate.shape != hidden_states.shape:
             return f"the gate's shape is {tuple(gate.shape)}, the input's {tuple(hidden_states.shape)}"
-        return _mixed(hidden_states, getattr(self, weight_name)) or formulation_for(hidden_states).refuse(hidden_states)
+        return _unfit(hidden_states, getattr(self, weight_name)) or formulation_for(hidden_states).refuse(hidden_states)
 
     return layer("TorchGatedRMSNorm", forward, accepts_call)
 
 
-def _mixed(x: torch.Tensor, weight: torch.Tensor) -> str | None:
+def _unfit(x: torch.Tensor, weight: torch.Tensor) -> str | None:
     """F.rms_norm is one kernel for one dtype only, and some originals promote."""
+    if x.is_nested:
+        return "a nested tensor"
     if weight.dtype == x.dtype:
         return None
     return f"the weight is {dtype_name(weight.dtype)}, the input {dtype_name(x.dtype)}"

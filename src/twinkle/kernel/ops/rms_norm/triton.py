@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,21 +11,12 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from twinkle.kernel.ops.derived import layer
+from twinkle.kernel.ops.rms_norm import triton_launch
 from twinkle.kernel.ops.rms_norm.gated_reference import gated_rms_norm
 from twinkle.kernel.ops.rms_norm.reference import rms_norm as reference_rms_norm
-from twinkle.kernel.ops.rms_norm.triton_launch import WIDEST, Kind, launch_backward, launch_forward, layout_of
-from twinkle.kernel.ops.triton_support import (
-    Workspace,
-    call_reason,
-    device_reason,
-    gradients_with_graph,
-    has_rows,
-    launch,
-    launch_traced,
-    library_op,
-    rows_reason,
-    workspace,
-)
+from twinkle.kernel.ops.rms_norm.triton_launch import WIDEST, Kind
+from twinkle.kernel.ops.triton_programs import Memory, Program, Traced, Workspace, library_op, workspace
+from twinkle.kernel.ops.triton_support import call_reason, device_reason, gradients_with_graph, has_rows, rows_reason
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
@@ -33,31 +25,73 @@ if TYPE_CHECKING:
     from twinkle.kernel.targets import Site
 
 
+class _Layout:
+    """What all norms of inputs of one layout have in common, found out once.
+
+    Attributes:
+        kind: what they compute.
+        dtype: of the result.
+        rows: how many.
+        new_x, new_gate: make a tensor like them: ``torch.empty_like``, or what they need in its place.
+        forward: see :func:`triton_launch.forward`.
+        backwards: the same for the backward, by the strides of ``dy`` and whether the weight's gradient is wanted.
+    """
+
+    __slots__ = ("backwards", "dtype", "forward", "kind", "new_gate", "new_x", "rows")
+
+    def __init__(self, x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None, kind: Kind) -> None:
+        self.kind = kind
+        self.dtype = _result_dtype(x, weight, gate, kind[2])
+        self.rows = x.numel() // x.shape[-1]
+        self.new_x = _maker(x)
+        self.new_gate = None if gate is None else _maker(gate)
+        self.forward = triton_launch.forward(Program, x, weight, gate, self.new_x(x, device="meta"), kind)
+        self.backwards: dict[tuple[tuple[int, ...], bool], Callable[..., None]] = {}
+
+
+_layouts: Memory[_Layout] = Memory()
+
+
+def _eager_forward(x: torch.Tensor, weight: Any, gate: Any, kind: Kind) -> tuple[torch.Tensor, torch.Tensor, _Layout]:
+    """The result, ``rstd`` and what is known of the layout."""
+    key = triton_launch.layout_of(x, weight, gate, kind)
+    layout = _layouts.get(key) or _layouts.add(key, _Layout(x, weight, gate, kind))
+    y = layout.new_x(x, dtype=layout.dtype)
+    rstd = x.new_empty(layout.rows, dtype=torch.float32)
+    layout.forward(x, weight, gate, y, rstd)
+    return y, rstd, layout
+
+
 class _RMSNorm(torch.autograd.Function):
     """The eager way: two launches, and nothing around them that could be done once."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, gate: Any, kind: Kind) -> torch.Tensor:
-        y = _empty_like(x, _result_dtype(x, weight, gate, kind[2]))
-        key = layout_of(x, weight, gate, kind)
-        rstd = launch_forward(launch, key, x, weight, gate, y, kind)
+        y, rstd, layout = _eager_forward(x, weight, gate, kind)
         ctx.save_for_backward(x, weight, gate, rstd)
-        ctx.kind, ctx.key = kind, key
+        ctx.layout = layout
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         x, weight, gate, rstd = ctx.saved_tensors
         if torch.is_grad_enabled():  # the gradient is to be differentiated again
-            formula = functools.partial(_by_formula, kind=ctx.kind)
+            formula = functools.partial(_by_formula, kind=ctx.layout.kind)
             return (*gradients_with_graph(formula, (x, weight, gate), ctx.needs_input_grad[:3], dy), None)
-        if not has_rows(dy):
-            dy = dy.contiguous()
-        dx = _empty_like(x)
-        dw = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        dgate = None if gate is None else _empty_like(gate)
-        key = (ctx.key, dy.stride(), dw is None)
-        launch_backward(launch, key, dy, x, weight, gate, rstd, (dx, dw, dgate), ctx.kind[1], workspace)
+        layout: _Layout = ctx.layout
+        needs_dw = ctx.needs_input_grad[1]
+        dx = layout.new_x(x)
+        dw = torch.empty_like(weight) if needs_dw else None
+        dgate = None if layout.new_gate is None else layout.new_gate(gate)
+        backward = layout.backwards.get((dy.stride(), needs_dw))
+        if backward is None:
+            if not has_rows(dy):
+                dy = dy.contiguous()
+            backward = layout.backwards.get((dy.stride(), needs_dw))
+        if backward is None:
+            backward = triton_launch.backward(Program, workspace, dy, x, weight, gate, (dx, dw, dgate), layout.kind[1])
+            layout.backwards[dy.stride(), needs_dw] = backward
+        backward(dy, x, weight, gate, rstd, dx, dw, dgate)
         return dx, dw, dgate, None
 
 
@@ -74,19 +108,21 @@ def _result_dtype(x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tens
     return torch.promote_types(x.dtype, weight.dtype)
 
 
-def _empty_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """In the tensor's layout where that is dense. What torch makes of overlapping strides may have no rows."""
-    empty = torch.empty_like(tensor, dtype=dtype)
-    return empty if has_rows(empty) else _dense_like(tensor, dtype)
+def _maker(tensor: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """Makes tensors in the layout of one, where that is dense.
+
+    What torch makes of overlapping strides may have no rows.
+    """
+    return torch.empty_like if has_rows(torch.empty_like(tensor, device="meta")) else _dense_like
 
 
-def _dense_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    return torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
+def _dense_like(tensor: torch.Tensor, **changes: Any) -> torch.Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format, **changes)
 
 
 def _fake_forward(x: torch.Tensor, weight: Any, gate: Any, eps: float, offset: float, cast: str) -> Any:
     rstd = x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
-    return _dense_like(x, _result_dtype(x, weight, gate, cast)), rstd
+    return _dense_like(x, dtype=_result_dtype(x, weight, gate, cast)), rstd
 
 
 def _fake_backward(
@@ -101,9 +137,12 @@ def _fake_backward(
 def _traced_forward(
     x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None, eps: float, offset: float, cast: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    y = _dense_like(x, _result_dtype(x, weight, gate, cast))
+    y = _dense_like(x, dtype=_result_dtype(x, weight, gate, cast))
     gate = None if gate is None else gate.contiguous()
-    return y, launch_forward(launch_traced, None, x.contiguous(), weight, gate, y, (eps, offset, cast))
+    x = x.contiguous()
+    rstd = x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
+    triton_launch.forward(Traced, x, weight, gate, y, (eps, offset, cast))(x, weight, gate, y, rstd)
+    return y, rstd
 
 
 @library_op("twinkle::rms_norm_backward", _fake_backward)
@@ -120,7 +159,7 @@ def _traced_backward(
     results = dx, dw if needs_dw else None, None if gate is None else dgate
     gate = None if gate is None else gate.contiguous()
     dy, x = dy.contiguous(), x.contiguous()
-    launch_backward(launch_traced, None, dy, x, weight, gate, rstd, results, offset, Workspace)
+    triton_launch.backward(Traced, Workspace, dy, x, weight, gate, results, offset)(dy, x, weight, gate, rstd, *results)
     return dx, dw, dgate
 
 
@@ -141,7 +180,11 @@ _traced_forward.register_autograd(_differentiate, setup_context=_save)
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None, kind: Kind) -> torch.Tensor:
-    return _traced_forward(x, weight, gate, *kind)[0] if is_compiling() else _RMSNorm.apply(x, weight, gate, kind)
+    if is_compiling():
+        return _traced_forward(x, weight, gate, *kind)[0]
+    if torch.is_grad_enabled():
+        return _RMSNorm.apply(x, weight, gate, kind)
+    return _eager_forward(x, weight, gate, kind)[0]
 
 
 def _reason(x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None = None) -> str | None:

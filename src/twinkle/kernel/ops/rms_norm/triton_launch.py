@@ -1,8 +1,7 @@
-"""How the Triton programs of the norms are launched: grids, arguments, and what tells one launch from another."""
+"""How the Triton programs of the norms are launched: grids, arguments, and what tells one layout from another."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,10 +9,14 @@ import torch
 import triton
 
 from twinkle.kernel.ops.rms_norm import triton_kernels as kernels
-from twinkle.kernel.ops.triton_support import Launch, Launcher, Rows, Workspace, far, processors, rows_of, tuned
+from twinkle.kernel.ops.triton_programs import Launch, Make, Workspace
+from twinkle.kernel.ops.triton_support import Rows, far, processors, rows_of, tuned
 
 Kind = tuple[float, float, str]
 """``(eps, offset, cast)``: see :mod:`twinkle.kernel.ops.rms_norm.reference`."""
+
+Results = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+"""The gradients of the input, of the weight where wanted, and of the gate where there is one."""
 
 GROUP = 16
 """Programs whose weight gradients are added first; their sums are added next."""
@@ -36,11 +39,7 @@ class Shape(NamedTuple):
 
 
 def shape_of(device: torch.device, direction: str, width: int, rows: int) -> Shape:
-    """The tuned shape of a launch. While a compiler traces, ``rows`` may be a symbol, which can't be a cache's key."""
-    return (_known_shape if type(rows) is int else _shape)(device, direction, width, rows)
-
-
-def _shape(device: torch.device, direction: str, width: int, rows: int) -> Shape:
+    """The tuned shape of a launch. While a compiler traces, ``rows`` may be a symbol."""
     block = triton.next_power_of_2(width)
     if block > WIDEST[direction]:
         block = WIDE_BLOCK
@@ -55,109 +54,105 @@ def _shape(device: torch.device, direction: str, width: int, rows: int) -> Shape
     return Shape(rows_each, block, warps, programs, stages)
 
 
-_known_shape = functools.lru_cache(maxsize=1024)(_shape)
-
-
 def layout_of(x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None, kind: Kind) -> tuple[Any, ...]:
     """What tells one forward launch from another, results included; with ``dy``'s strides, one backward launch."""
     key = (x.shape, x.stride(), x.dtype, x.device, None if weight is None else weight.dtype, kind)
     return key if gate is None else (*key, gate.stride(), gate.dtype)
 
 
-def launch_forward(
-    launcher: Launcher,
-    key: Any,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    gate: torch.Tensor | None,
-    y: torch.Tensor,
-    kind: Kind,
-) -> torch.Tensor:
-    """Launches the forward into ``y``; returns ``rstd``, ``[rows]`` in fp32."""
+def forward(
+    make: Make, x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None, y: torch.Tensor, kind: Kind
+) -> Callable[..., None]:
+    """A function ``(x, weight, gate, y, rstd)`` that computes ``y`` and ``rstd``, ``[rows]`` in fp32.
+
+    Args:
+        make: how it is launched.
+        x, weight, gate, y: tensors like those that it will be called with; only their layouts are looked at.
+    """
     width = int(x.shape[-1])  # compiled in: a compiler that traces must settle it, should it be a symbol
-    rstd = x.new_empty(x.numel() // width, dtype=torch.float32)
-
-    def make() -> Launch:
-        rows = [_rows(tensor) for tensor in (x, gate, y)]
-        count = rows[0].total
-        shape = shape_of(x.device, "forward", width, count)
-        eps, offset, cast = kind
-        constants = {
-            "OFFSET": offset, "CAST": cast, "HAS_WEIGHT": weight is not None, "HAS_GATE": gate is not None,
-            "ROWS": shape.rows_each, "BLOCK": shape.block, "LOOP": shape.block < width, "FAR": _far(width, rows),
-        }  # fmt: skip
-        return Launch((shape.programs,), (count, width, eps, *_strides(rows)), constants, shape.warps)
-
-    launcher(kernels.forward_kernel, key, (x, weight, gate, y, rstd), make)
-    return rstd
+    rows = [_rows(tensor) for tensor in (x, gate, y)]
+    count = rows[0].total
+    shape = shape_of(x.device, "forward", width, count)
+    eps, offset, cast = kind
+    constants = {
+        "OFFSET": offset, "CAST": cast, "HAS_WEIGHT": weight is not None, "HAS_GATE": gate is not None,
+        "ROWS": shape.rows_each, "BLOCK": shape.block, "LOOP": shape.block < width, "FAR": _far(width, rows),
+    }  # fmt: skip
+    scalars = (count, width, eps, *_strides(rows))
+    return make(kernels.forward_kernel, Launch((shape.programs,), scalars, constants, shape.warps))
 
 
-def launch_backward(
-    launcher: Launcher,
-    key: Any,
+def backward(
+    make: Make,
+    scratch: Callable[[torch.device, int, int], Workspace],
     dy: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor | None,
     gate: torch.Tensor | None,
-    rstd: torch.Tensor,
-    results: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    results: Results,
     offset: float,
-    scratch: Callable[[torch.device, int, int], Workspace],
-) -> None:
-    """Launches the backward into ``results``: the gradients of ``x``, of the weight where wanted, and of the gate."""
+) -> Callable[..., None]:
+    """A function ``(dy, x, weight, gate, rstd, *results)`` that computes the results.
+
+    Args:
+        make: how it is launched.
+        scratch: gives it room for the sums of the weight's gradient.
+        dy, x, weight, gate, results: tensors like those that it will be called with; only their layouts are looked at.
+    """
     width = int(x.shape[-1])
     dx, dw, dgate = results
     if width > WIDEST["backward"]:
-        _wide_backward(launcher, key, dy, x, weight, rstd, dx, dw, offset)
-        return
-    rows_each, block, warps, programs, stages = shape_of(x.device, "backward", width, rstd.numel())
-    partial = arrived = None
-    if dw is not None:
-        room = scratch(x.device, 1 + (programs + GROUP - 1) // GROUP, programs * width)
-        partial, arrived = room.floats, room.counters
+        return _wide_backward(make, width, dy, x, weight, dx, dw, offset)
+    rows = [_rows(tensor) for tensor in (dy, x, gate, dx, dgate)]
+    count, device = rows[1].total, x.device
+    rows_each, block, warps, programs, stages = shape_of(device, "backward", width, count)
+    constants = {
+        "OFFSET": offset, "HAS_WEIGHT": weight is not None, "HAS_GATE": gate is not None,
+        "NEEDS_DW": dw is not None, "ROWS": rows_each, "BLOCK": block, "GROUP": GROUP, "STAGES": stages,
+        "FAR": _far(width, rows),
+    }  # fmt: skip
+    scalars = (count, width, triton.cdiv(count, rows_each), programs, *_strides(rows))
+    program = make(kernels.backward_kernel, Launch((programs,), scalars, constants, warps))
+    if dw is None:
+        return lambda dy, x, weight, gate, rstd, dx, dw, dgate: program(
+            dy, x, weight, gate, rstd, dx, dgate, None, None, None
+        )
+    counters, floats = 1 + (programs + GROUP - 1) // GROUP, programs * width
 
-    def make() -> Launch:
-        rows = [_rows(tensor) for tensor in (dy, x, gate, dx, dgate)]
-        count = rows[1].total
-        constants = {
-            "OFFSET": offset, "HAS_WEIGHT": weight is not None, "HAS_GATE": gate is not None,
-            "NEEDS_DW": dw is not None, "ROWS": rows_each, "BLOCK": block, "GROUP": GROUP, "STAGES": stages,
-            "FAR": _far(width, rows),
-        }  # fmt: skip
-        scalars = (count, width, triton.cdiv(count, rows_each), programs, *_strides(rows))
-        return Launch((programs,), scalars, constants, warps)
+    def call(dy: Any, x: Any, weight: Any, gate: Any, rstd: Any, dx: Any, dw: Any, dgate: Any) -> None:
+        room = scratch(device, counters, floats)
+        program(dy, x, weight, gate, rstd, dx, dgate, dw, room.floats, room.counters)
 
-    launcher(kernels.backward_kernel, key, (dy, x, weight, gate, rstd, dx, dgate, dw, partial, arrived), make)
+    return call
 
 
 def _wide_backward(
-    launcher: Launcher,
-    key: Any,
+    make: Make,
+    width: int,
     dy: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor | None,
-    rstd: torch.Tensor,
     dx: torch.Tensor,
     dw: torch.Tensor | None,
     offset: float,
-) -> None:
+) -> Callable[..., None]:
     """Rows that don't fit in registers: one launch for ``dx``, one over the columns for the weight's gradient."""
-    width, count = x.shape[-1], rstd.numel()
+    rows = [_rows(tensor) for tensor in (dy, x, dx)]
+    count = rows[1].total
+    constants = {
+        "OFFSET": offset, "HAS_WEIGHT": weight is not None, "BLOCK": WIDE_BLOCK, "FAR": _far(width, rows),
+    }  # fmt: skip
+    for_dx = make(kernels.wide_backward_kernel, Launch((count,), (count, width, *_strides(rows)), constants, 16))
+    constants = {"ROWS": 32, "BLOCK": 128, "FAR": _far(width, rows[:2])}
+    launch = Launch((triton.cdiv(width, 128),), (count, width, *_strides(rows[:2])), constants, 4)
+    for_dw = None if dw is None else make(kernels.wide_weight_kernel, launch)
 
-    def make_dx() -> Launch:
-        rows = [_rows(tensor) for tensor in (dy, x, dx)]
-        has_weight = weight is not None
-        constants = {"OFFSET": offset, "HAS_WEIGHT": has_weight, "BLOCK": WIDE_BLOCK, "FAR": _far(width, rows)}
-        return Launch((count,), (count, width, *_strides(rows)), constants, 16)
+    def call(dy: Any, x: Any, weight: Any, gate: Any, rstd: Any, dx: Any, dw: Any, dgate: Any) -> None:
+        for_dx(dy, x, weight, rstd, dx)
+        if for_dw is not None:
+            for_dw(dy, x, rstd, dw)
 
-    def make_dw() -> Launch:
-        rows = [_rows(tensor) for tensor in (dy, x)]
-        constants = {"ROWS": 32, "BLOCK": 128, "FAR": _far(width, rows)}
-        return Launch((triton.cdiv(width, 128),), (count, width, *_strides(rows)), constants, 4)
-
-    launcher(kernels.wide_backward_kernel, key, (dy, x, weight, rstd, dx), make_dx)
-    if dw is not None:
-        launcher(kernels.wide_weight_kernel, key, (dy, x, rstd, dw), make_dw)
+    return call
 
 
 _NO_ROWS = Rows(0, 1, 1, 0, 0, 0, 0)

@@ -43,11 +43,13 @@ def probe(site: Site) -> MultimodalRotaryVariant | Reason:
     if parameters_of(site.original) != PARAMETERS:
         return Reason("signature", f"{site.name} is not called with ({', '.join(PARAMETERS)})")
     variant = MultimodalRotaryVariant()
-    args = example(site, variant).args
-    expected = build(variant)(*args)
-    if all(agree(r, e) for r, e in zip(site.original(*args), expected, strict=True)):
-        return variant
-    return Reason("not-this-op", f"{site.name} does not compute the multimodal rotary formula")
+    *tensors, sections = example(site, variant).args
+    for dtype, table_dtype in ((torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)):
+        q, k, cos, sin = (t.to(d) for t, d in zip(tensors, (dtype, dtype, table_dtype, table_dtype), strict=True))
+        results, expected = site.original(q, k, cos, sin, sections), build(variant)(q, k, cos, sin, sections)
+        if not all(agree(r, e, mismatches=0.02) for r, e in zip(results, expected, strict=True)):
+            return Reason("not-this-op", f"{site.name} does not compute the multimodal rotary formula")
+    return variant
 
 
 def build(variant: MultimodalRotaryVariant, compute_dtype: torch.dtype | None = None) -> Callable[..., Any]:

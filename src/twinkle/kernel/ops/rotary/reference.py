@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -199,17 +199,12 @@ def probe(site: Site) -> RotaryVariant | Reason:
 
 
 def _matches(site: Site, variant: RotaryVariant, width: int) -> bool:
-    for dtype, table_dtype in (
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.bfloat16, torch.float32),
-    ):
-        args = _inputs(variant, HEAD, width, dtype, table_dtype)
+    for args, kwargs in _calls(variant, width):
         try:
-            results = site.original(*(a.clone() for a in args))
+            results = site.original(*(a.clone() for a in args), **kwargs)
         except RuntimeError:  # shapes that this dialect's table has and the function's hasn't
             return False
-        expected = build(variant)(*args)
+        expected = build(variant)(*args, **kwargs)
         if variant.tensors == 1:
             results, expected = (results,), (expected,)
         if not all(agree(r, e, mismatches=0.02) for r, e in zip(results, expected, strict=True)):
@@ -217,18 +212,31 @@ def _matches(site: Site, variant: RotaryVariant, width: int) -> bool:
     return True
 
 
-def _inputs(
-    variant: RotaryVariant, head: int, width: int, dtype: torch.dtype, table_dtype: torch.dtype, heads: int = 2
-) -> tuple[torch.Tensor, ...]:
-    """A call's positional arguments: ``[B, H, S, D]`` and tables ``[B, S, width]``; without B where none unsqueezes."""
-    shape: tuple[int, ...]
-    table_shape: tuple[int, ...]
-    table = width // 2 if variant.dialect.table == "half_width" else width
-    if "unsqueeze_dim" in variant.parameters:
-        shape, table_shape = (2, heads, 5, head), (2, 5, table)
+def _calls(variant: RotaryVariant, width: int) -> Iterator[tuple[tuple[torch.Tensor, ...], dict[str, Any]]]:
+    """The calls that a probe makes: all dtypes, either layout, and positions, which a kernel will not look at."""
+    yield _inputs(variant, HEAD, width, torch.float32, torch.float32), {}
+    args = _inputs(variant, HEAD, width, torch.bfloat16, torch.bfloat16)
+    if "unsqueeze_dim" not in variant.parameters:
+        yield args, {}
     else:
-        shape, table_shape = (5, heads, head), (5, table)
-    tensors = [random_tensor(*shape, dtype=dtype, seed=40 + i) for i in range(variant.tensors)]
+        *tensors, cos, sin = args
+        yield (*(t.transpose(1, 2) for t in tensors), cos, sin), {"unsqueeze_dim": 2}
+    positions = {"position_ids": torch.arange(4, -1, -1)[None]} if "position_ids" in variant.parameters else {}
+    yield _inputs(variant, HEAD, width, torch.bfloat16, torch.float32), positions
+
+
+def _inputs(
+    variant: RotaryVariant, head: int, width: int, dtype: torch.dtype, table_dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
+    """A call's positional arguments: ``[B, H, S, D]`` and tables ``[B, S, width]``; without B where none unsqueezes.
+
+    The query has four heads, the key two.
+    """
+    table = width // 2 if variant.dialect.table == "half_width" else width
+    batched = "unsqueeze_dim" in variant.parameters
+    shapes = [(2, heads, 5, head) if batched else (5, heads, head) for heads in (4, 2)[: variant.tensors]]
+    table_shape = (2, 5, table) if batched else (5, table)
+    tensors = [random_tensor(*shape, dtype=dtype, seed=40 + i) for i, shape in enumerate(shapes)]
     tables = [random_tensor(*table_shape, dtype=table_dtype, seed=50 + i) for i in range(2)]
     return (*tensors, *tables)
 
@@ -245,7 +253,7 @@ def build(variant: RotaryVariant, compute_dtype: torch.dtype | None = None) -> C
 
 def example(site: Site, variant: RotaryVariant) -> Example:
     """Heads of 64 channels; cos and sin as models make them, each pair's value twice."""
-    args = _inputs(variant, 64, 64, torch.float32, torch.float32, heads=4)
+    args = _inputs(variant, 64, 64, torch.float32, torch.float32)
     *tensors, cos, sin = args
     angles = random_tensor(*cos.shape[:-1], 32, seed=60)
     if variant.dialect.table != "half_width":

@@ -14,18 +14,8 @@ from torch.compiler import is_compiling
 from twinkle.kernel.ops.rotary import triton_kernels as kernels
 from twinkle.kernel.ops.rotary.reference import DIALECTS, Dialect, RotaryVariant, with_signature
 from twinkle.kernel.ops.rotary.reference import rotate as reference_rotate
-from twinkle.kernel.ops.triton_support import (
-    Launch,
-    Launcher,
-    call_reason,
-    device_reason,
-    far,
-    gradients_with_graph,
-    launch,
-    launch_traced,
-    library_op,
-    tuned,
-)
+from twinkle.kernel.ops.triton_programs import Launch, Make, Memory, Program, Traced, library_op
+from twinkle.kernel.ops.triton_support import call_reason, device_reason, far, gradients_with_graph, tuned
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
@@ -76,9 +66,8 @@ def _table_strides(table: torch.Tensor, has_batch: bool) -> tuple[int, int, int]
     return table.stride(0) if table.shape[0] != 1 else 0, table.stride(1), table.stride(2)
 
 
-def _launch(
-    launcher: Launcher,
-    key: Any,
+def _launched(
+    make: Make,
     inputs: tuple[torch.Tensor, ...],
     outputs: tuple[torch.Tensor, ...],
     cos: torch.Tensor,
@@ -86,45 +75,62 @@ def _launch(
     number: int,
     heads_at: int,
     backward: bool,
-) -> None:
-    """Rotates one or two tensors into others of the same shapes."""
+) -> Callable[..., None]:
+    """A function ``(q, k, q_out, k_out, cos, sin)`` of tensors like these; a single tensor is given twice."""
     q, k = inputs[0], inputs[-1]
     dialect = DIALECTS[number]
-
-    def make() -> Launch:
-        # These are compiled in: a compiler that traces must settle them, should they be symbols.
-        head_dim, table_width, *heads = map(int, (q.shape[-1], cos.shape[-1], q.shape[heads_at], k.shape[heads_at]))
-        at = _channels(dialect, table_width, head_dim)
-        has_batch = q.dim() == 4
-        length = q.shape[3 - heads_at] if has_batch else q.shape[0]
-        batch = q.shape[0] if has_batch else 1
-        pairs = triton.next_power_of_2(at.pairs)
-        rest = triton.next_power_of_2(head_dim - 2 * at.pairs) if head_dim > 2 * at.pairs else 0
-        most = max(1, 4096 // max(pairs, rest))
-        first_in, step_in, first_out, step_out = at[:4]
-        if backward and dialect.output == "halves":  # the gradient comes in halves and goes back to pairs
-            first_in, step_in, first_out, step_out = first_out, step_out, first_in, step_in
-        (warps,) = tuned("rotary", "backward" if backward else "forward", q.device, 1)
-        strides = [_strides(tensor, heads_at) for tensor in (q, k, outputs[0], outputs[-1])]
-        tables = [_table_strides(table, has_batch) for table in (cos, sin)]
-        extents = [pair for s in strides for pair in ((max(heads), s[2]), (head_dim, s[3]))]
-        constants = {
-            "FIRST_IN": first_in, "STEP_IN": step_in, "FIRST_OUT": first_out, "STEP_OUT": step_out,
-            "TABLE_STEP": at.table_step, "TABLE_B": at.table_b, "BACKWARD": backward, "HAS_K": len(inputs) == 2,
-            "Q_HEADS": min(triton.next_power_of_2(heads[0]), most),
-            "K_HEADS": min(triton.next_power_of_2(heads[1]), most),
-            "PAIRS": pairs, "REST": rest, "FAR": far(*extents, *((head_dim, table[2]) for table in tables)),
-        }  # fmt: skip
-        scalars = (length, *heads, head_dim, at.pairs, at.start, *itertools.chain(*strides, *tables))
-        return Launch((batch * length,), scalars, constants, warps)
-
-    launcher(kernels.rotary_kernel, key, (q, k, outputs[0], outputs[-1], cos, sin), make)
+    # These are compiled in: a compiler that traces must settle them, should they be symbols.
+    head_dim, table_width, *heads = map(int, (q.shape[-1], cos.shape[-1], q.shape[heads_at], k.shape[heads_at]))
+    at = _channels(dialect, table_width, head_dim)
+    has_batch = q.dim() == 4
+    length = q.shape[3 - heads_at] if has_batch else q.shape[0]
+    batch = q.shape[0] if has_batch else 1
+    pairs = triton.next_power_of_2(at.pairs)
+    rest = triton.next_power_of_2(head_dim - 2 * at.pairs) if head_dim > 2 * at.pairs else 0
+    first_in, step_in, first_out, step_out = at[:4]
+    if backward and dialect.output == "halves":  # the gradient comes in halves and goes back to pairs
+        first_in, step_in, first_out, step_out = first_out, step_out, first_in, step_in
+    elements, warps = tuned("rotary", "backward" if backward else "forward", q.device, 1)
+    most = max(1, elements // max(pairs, rest))
+    heads_each = [min(triton.next_power_of_2(count), most) for count in heads]
+    blocks = max(triton.cdiv(count, each) for count, each in zip(heads, heads_each, strict=True))
+    strides = [_strides(tensor, heads_at) for tensor in (q, k, outputs[0], outputs[-1])]
+    tables = [_table_strides(table, has_batch) for table in (cos, sin)]
+    extents = [pair for s in strides for pair in ((max(heads), s[2]), (head_dim, s[3]))]
+    constants = {
+        "FIRST_IN": first_in, "STEP_IN": step_in, "FIRST_OUT": first_out, "STEP_OUT": step_out,
+        "TABLE_STEP": at.table_step, "TABLE_B": at.table_b, "BACKWARD": backward, "HAS_K": len(inputs) == 2,
+        "Q_HEADS": heads_each[0], "K_HEADS": heads_each[1], "PAIRS": pairs, "REST": rest,
+        "FAR": far(*extents, *((head_dim, table[2]) for table in tables)),
+    }  # fmt: skip
+    scalars = (length, *heads, blocks, head_dim, at.pairs, at.start, *itertools.chain(*strides, *tables))
+    return make(kernels.rotary_kernel, Launch((batch * length * blocks,), scalars, constants, warps))
 
 
 def _result_dtype(x: torch.Tensor, table: torch.Tensor, dialect: Dialect) -> torch.dtype:
     if dialect.restores or x.dtype == table.dtype:
         return x.dtype
     return torch.promote_types(x.dtype, table.dtype)
+
+
+_programs: Memory[Callable[..., None]] = Memory()
+
+
+def _eager_forward(
+    inputs: tuple[torch.Tensor, ...], cos: torch.Tensor, sin: torch.Tensor, dialect: int, heads_at: int
+) -> tuple[tuple[torch.Tensor, ...], Any]:
+    """The results, and the key to what is known of the layout."""
+    q, k = inputs[0], inputs[-1]
+    dtype = _result_dtype(q, cos, DIALECTS[dialect])
+    outputs = tuple([torch.empty_like(tensor, dtype=dtype) for tensor in inputs])
+    key: Any = (q.shape, q.stride(), q.dtype, cos.shape, cos.stride(), cos.dtype, sin.stride(), q.device)
+    key = (key, dialect, heads_at, None if len(inputs) == 1 else (k.shape, k.stride()))
+    program = _programs.get(key)
+    if program is None:
+        program = _launched(Program, inputs, outputs, cos, sin, dialect, heads_at, backward=False)
+        _programs.add(key, program)
+    program(q, k, outputs[0], outputs[-1], cos, sin)
+    return outputs, key
 
 
 class _Rotary(torch.autograd.Function):
@@ -135,11 +141,7 @@ class _Rotary(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: Any, cos: torch.Tensor, sin: torch.Tensor, dialect: int, heads_at: int
     ) -> Any:
         inputs = (q,) if k is None else (q, k)
-        dtype = _result_dtype(q, cos, DIALECTS[dialect])
-        outputs = tuple([torch.empty_like(tensor, dtype=dtype) for tensor in inputs])
-        key: Any = (q.shape, q.stride(), q.dtype, cos.shape, cos.stride(), cos.dtype, sin.stride(), q.device)
-        key = (key, dialect, heads_at, None if k is None else (k.shape, k.stride()))
-        _launch(launch, key, inputs, outputs, cos, sin, dialect, heads_at, backward=False)
+        outputs, key = _eager_forward(inputs, cos, sin, dialect, heads_at)
         ctx.save_for_backward(cos, sin)
         ctx.layouts = [(tensor.shape, out.stride()) for tensor, out in zip(inputs, outputs, strict=True)]
         ctx.dtype, ctx.dialect, ctx.heads_at, ctx.key = q.dtype, dialect, heads_at, key
@@ -154,7 +156,11 @@ class _Rotary(torch.autograd.Function):
         else:
             results = [torch.empty_strided(*at, dtype=ctx.dtype, device=cos.device) for at in ctx.layouts]
             key = (ctx.key, *[grad.stride() for grad in grads], "backward")
-            _launch(launch, key, grads, results, cos, sin, ctx.dialect, ctx.heads_at, backward=True)
+            program = _programs.get(key)
+            if program is None:
+                program = _launched(Program, grads, results, cos, sin, ctx.dialect, ctx.heads_at, backward=True)
+                _programs.add(key, program)
+            program(grads[0], grads[-1], results[0], results[-1], cos, sin)
         return results[0], results[1] if len(results) == 2 else None, None, None, None, None
 
 
@@ -183,7 +189,9 @@ def _traced(
     """A dialect goes in as its number in DIALECTS; a missing key as an empty tensor."""
     results = _traced_results(q, k, cos, sin, dialect, heads_at, backward)
     count = 2 if k.numel() else 1
-    _launch(launch_traced, None, (q, k)[:count], results[:count], cos, sin, dialect, heads_at, backward)
+    inputs, outputs = (q, k)[:count], results[:count]
+    program = _launched(Traced, inputs, outputs, cos, sin, dialect, heads_at, backward)
+    program(q, inputs[-1], outputs[0], outputs[-1], cos, sin)
     return results  # type: ignore[return-value]
 
 
@@ -218,6 +226,8 @@ def _rotate(
     if is_compiling():
         k = tensors[1] if len(tensors) == 2 else tensors[0].new_empty((0,) * tensors[0].dim())
         return _traced(tensors[0], k, cos, sin, dialect, heads_at, False)[: len(tensors)]
+    if not torch.is_grad_enabled():
+        return _eager_forward(tensors, cos, sin, dialect, heads_at)[0]
     results = _Rotary.apply(tensors[0], tensors[1] if len(tensors) == 2 else None, cos, sin, dialect, heads_at)
     return results if len(tensors) == 2 else (results,)
 

@@ -1,4 +1,4 @@
-"""What ``benchmarks.ops`` calls: classes and functions of transformers with inputs, and the shapes to try.
+"""What is timed for an op: classes and functions of transformers with inputs, and the shapes to try.
 
 Inputs are laid out as in a model: queries and keys are ``[batch, positions, heads, channels]`` in memory. Projections
 of an MLP are stubs that return a given tensor, so only the activation and the product are timed.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,12 +30,14 @@ class Subject:
         leaves: the tensors that get gradients. Some of Liger's kernels write their gradients over them; times don't
             depend on the values.
         peers: further candidates, called with ``args``.
+        floors: what takes the same arguments but does next to nothing: the least that any candidate can cost.
     """
 
     module: nn.Module | None
     args: tuple[Any, ...]
     leaves: list[torch.Tensor]
-    peers: dict[str, Callable[..., Any]]
+    peers: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    floors: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
     @property
     def call_args(self) -> tuple[Any, ...]:
@@ -49,6 +52,19 @@ def _random(shape: Shape, dtype: torch.dtype, device: torch.device) -> torch.Ten
     return torch.randn(shape, dtype=torch.float32, device=device).to(dtype).requires_grad_()
 
 
+class Nothing(torch.autograd.Function):
+    """Launches nothing: its time is what any ``autograd.Function`` costs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return gradients[0], ctx.saved_tensors[0]
+
+
 def norm(
     cls: Any, shape: Shape, dtype: torch.dtype, device: torch.device, *, gated: bool = False, peer: bool = True
 ) -> Subject:
@@ -57,9 +73,15 @@ def norm(
     with torch.no_grad():
         module.weight.add_(torch.randn_like(module.weight), alpha=0.1)
     inputs = tuple(_random(shape, dtype, device) for _ in range(2 if gated else 1))
-    width = (shape[-1],)
-    peers = {"F.rms_norm": lambda x: F.rms_norm(x, width, module.weight, 1e-6)} if peer and not gated else {}
-    return Subject(module, inputs, [*inputs, module.weight], peers)
+    if gated or not peer:
+        return Subject(module, inputs, [*inputs, module.weight])
+    width, weight = (shape[-1],), module.weight
+    peers: dict[str, Callable[..., Any]] = {"F.rms_norm": lambda x: F.rms_norm(x, width, weight, 1e-6)}
+    floors: dict[str, Callable[..., Any]] = {
+        "x * w": lambda x: x * weight,
+        "empty Function": lambda x: Nothing.apply(x, weight),
+    }
+    return Subject(module, inputs, [*inputs, weight], peers, floors)
 
 
 class Given(nn.Module):
@@ -85,7 +107,8 @@ def mlp(cls: Any, shape: Shape, dtype: torch.dtype, device: torch.device) -> Sub
         leaves = [_random(shape, dtype, device) for _ in range(2)]
         module.gate_proj, module.up_proj = map(Given, leaves)
     module.down_proj = Given()
-    return Subject(module, (torch.zeros(1, device=device, dtype=dtype),), leaves, {})
+    hidden = torch.zeros(shape[0], 64, device=device, dtype=dtype)
+    return Subject(module, (hidden,), leaves)
 
 
 def rotary(function: Any, shape: Shape, dtype: torch.dtype, device: torch.device, *, part: float = 1.0) -> Subject:
@@ -94,7 +117,7 @@ def rotary(function: Any, shape: Shape, dtype: torch.dtype, device: torch.device
     leaves = [_random((batch, length, n, channels), dtype, device) for n in (heads, key_heads)]
     angles = torch.randn(1, length, int(channels * part) // 2, device=device).repeat(1, 1, 2)
     q, k = (leaf.transpose(1, 2) for leaf in leaves)
-    return Subject(None, (q, k, angles.cos().to(dtype), angles.sin().to(dtype)), leaves, {})
+    return Subject(None, (q, k, angles.cos().to(dtype), angles.sin().to(dtype)), leaves)
 
 
 @dataclass(frozen=True)
@@ -131,6 +154,8 @@ CASES = (
     Case("rotary", "glm4-partial", "glm4.modeling_glm4.apply_rotary_pos_emb", _partial),
 )
 
+OPS = tuple(dict.fromkeys(case.op for case in CASES))
+
 DTYPES = (torch.bfloat16, torch.float32)
 
 Shapes = dict[str, tuple[Shape, ...]]
@@ -143,8 +168,8 @@ SMALL: Shapes = {
 }
 """So small that the host's work is all there is."""
 
-SHAPES: dict[str, Shapes] = {
-    "cuda": {
+LARGE: dict[str, Shapes] = {
+    "accelerator": {
         "rms_norm": ((16384, 4096), (16384, 2048), (131072, 128)),
         "gated_rms_norm": ((131072, 128),),
         "swiglu": ((16384, 12288),),
@@ -160,27 +185,67 @@ SHAPES: dict[str, Shapes] = {
     },
 }
 
+PASSES = {
+    "rms_norm": (2, 5),
+    "gated_rms_norm": (3, 8),
+    "swiglu": (3, 8),
+    "geglu": (3, 8),
+    "rotary": (2, 4),
+}
+"""op -> how often a tensor of the input's size has to cross the memory: forward, forward and backward."""
 
-def selection(kind: str, op: str | None) -> list[tuple[Case, Shape, torch.dtype, bool]]:
-    """What to measure, the most wanted first.
+
+def traffic_mb(op: str, shape: Shape, dtype: torch.dtype, direction: str) -> float:
+    """The memory traffic of a case that no implementation can avoid, in MB.
 
     Args:
-        kind: a key of :data:`SHAPES`.
-        op: only this one; None for all.
-
-    Returns:
-        ``(case, shape, dtype, whether it is small)``.
+        direction: ``f`` or ``fb``.
     """
-    wanted = [case for case in CASES if op in (None, case.op)]
-    if kind == "quick":
-        return [(case, shape, dtype, True) for dtype in DTYPES for case in wanted for shape in SMALL[case.op]]
-    chosen = []
-    for dtype in DTYPES:
-        for case in wanted:
-            shapes = SHAPES[kind][case.op]
-            chosen += [(case, shape, dtype, False) for shape in (shapes if case.every_shape else shapes[:1])]
-    firsts = {case.op: case for case in reversed(wanted)}
-    return chosen + [(case, SMALL[case.op][0], DTYPES[0], True) for case in reversed(firsts.values())]
+    if op == "rotary":
+        batch, length, heads, key_heads, channels = shape
+        shape = (batch, length, heads + key_heads, channels)
+    return math.prod(shape) * dtype.itemsize * PASSES[op][direction == "fb"] / 1e6
+
+
+@dataclass(frozen=True)
+class Item:
+    """One line of a run's plan: a case in a shape and dtype; ``small`` when the host's work is what is looked at."""
+
+    case: Case
+    shape: Shape
+    dtype: torch.dtype
+    small: bool = False
+
+
+def quick_items(ops: Sequence[str]) -> list[Item]:
+    """Everything in toy sizes: does it run at all?"""
+    return [
+        Item(case, shape, dtype, True)
+        for dtype in DTYPES
+        for case in CASES
+        if case.op in ops
+        for shape in SMALL[case.op]
+    ]
+
+
+def host_items(ops: Sequence[str]) -> list[Item]:
+    """The first variant of each op in its small shape."""
+    firsts = {case.op: case for case in reversed(CASES) if case.op in ops}
+    return [Item(case, SMALL[case.op][0], DTYPES[0], True) for case in reversed(firsts.values())]
+
+
+def all_items(ops: Sequence[str], device: torch.device) -> list[Item]:
+    """What shows how fast the kernels are on that device, the most wanted first."""
+    shapes = LARGE["cpu" if device.type == "cpu" else "accelerator"]
+    large = [
+        Item(case, shape, dtype)
+        for dtype in DTYPES
+        for case in CASES
+        if case.op in ops
+        for shape in (shapes[case.op] if case.every_shape else shapes[case.op][:1])
+    ]
+    of_first_dtype = sum(item.dtype == DTYPES[0] for item in large)
+    return [*large[:of_first_dtype], *host_items(ops), *large[of_first_dtype:]]
 
 
 def sizes(shape: Shape) -> str:

@@ -1,0 +1,84 @@
+"""Bar charts as SVG files that need nothing else: no script, no font, no style sheet.
+
+Written here rather than by a plotting library because the same figures must give the same bytes everywhere: a test
+compares the committed files with what the committed results give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+WIDTH, LEFT, RIGHT, BAR, GAP, TOP = 760, 230, 74, 13, 12, 40
+
+# Who -> colour on light and on dark ground. Ours are warm, what is compared with them cool.
+COLOURS = {
+    "hf": ("#9aa5b3", "#77818f"),
+    "F.rms_norm": ("#9cc4e4", "#6d9cc0"),
+    "torch": ("#5b8fd0", "#6f9fdd"),
+    "inductor": ("#8a7fc0", "#a299d6"),
+    "compile": ("#8a7fc0", "#a299d6"),
+    "liger": ("#5aa795", "#6cbcaa"),
+    "triton": ("#c8442c", "#ff8f6b"),
+    "twinkle": ("#c8442c", "#ff8f6b"),
+    "twinkle+compile": ("#8c2615", "#ffb79f"),
+}
+OTHER = ("#b58b3c", "#d0a95c")
+
+Group = tuple[str, Sequence[tuple[str, float]]]
+
+
+def bar_chart(title: str, groups: Sequence[Group], *, unit: str, full: float | None = None, digits: int = 0) -> str:
+    """Horizontal bars, one per candidate, under the name of what was measured.
+
+    Args:
+        title: what it shows, for those who can't see it.
+        groups: ``(name, [(who, value), ...])``; values are positive.
+        unit: written behind each value.
+        full: where a line marks what can be reached at best.
+        digits: of a value, after the point.
+    """
+    several = any(len(bars) > 1 for _, bars in groups)  # else each bar's name stands beside it
+    whos = list(dict.fromkeys(who for _, bars in groups for who, _ in bars))
+    largest = max([value for _, bars in groups for _, value in bars] + ([full] if full else []))
+    scale = (WIDTH - LEFT - RIGHT) / largest
+    top = TOP if several else GAP
+    height = top + sum(len(bars) * BAR + GAP for _, bars in groups)
+    css = {who: f"c{number}" for number, who in enumerate(whos)}
+    colours = {css[who]: COLOURS.get(who, OTHER) for who in whos}
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
+        f'aria-label="{escape(title, quote=True)}">',
+        f"<style>{_style(colours)}</style>",
+    ]
+    x = 0.0
+    for who in whos if several else ():
+        parts.append(f'<rect class="{css[who]}" x="{x:.0f}" y="8" width="10" height="10"/>')
+        parts.append(f'<text x="{x + 15:.0f}" y="17">{escape(who)}</text>')
+        x += 34 + 7.2 * len(who)
+    y = float(top)
+    for name, bars in groups:
+        middle = y + len(bars) * BAR / 2 + 4
+        parts.append(f'<text class="name" x="{LEFT - 10}" y="{middle:.0f}" text-anchor="end">{escape(name)}</text>')
+        for who, value in bars:
+            parts.append(
+                f'<rect class="{css[who]}" x="{LEFT}" y="{y:.0f}" width="{value * scale:.1f}" height="{BAR - 2}"/>'
+            )
+            at = LEFT + value * scale + 5
+            parts.append(f'<text x="{at:.0f}" y="{y + 9.5:.1f}" class="value">{value:,.{digits}f}{escape(unit)}</text>')
+            y += BAR
+        y += GAP
+    if full:
+        at = LEFT + full * scale
+        parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{top - 6}" y2="{height - GAP + 4}"/>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _style(colours: dict[str, tuple[str, str]]) -> str:
+    light = " ".join(f".{name} {{ fill: {pair[0]}; }}" for name, pair in colours.items())
+    dark = " ".join(f".{name} {{ fill: {pair[1]}; }}" for name, pair in colours.items())
+    return (
+        "text { font: 12px system-ui, sans-serif; fill: #3b4553; } .value { font-size: 10.5px; } "
+        f"line {{ stroke: #3b4553; stroke-dasharray: 4 3; }} {light} "
+        f"@media (prefers-color-scheme: dark) {{ text {{ fill: #c3ccd8; }} line {{ stroke: #c3ccd8; }} {dark} }}"
+    )

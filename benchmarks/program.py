@@ -1,0 +1,50 @@
+"""What the programs share: the options that all have, and what becomes of the results."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+
+from twinkle.bench.clocks import use
+from twinkle.bench.results import Run
+
+
+def arguments(program: str, description: str) -> argparse.ArgumentParser:
+    """The options that all programs have."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{program}", description=description)
+    parser.add_argument("--json", metavar="FILE", help="write the results there")
+    parser.add_argument("--quick", action="store_true", help="toy sizes and few rounds: does it run at all?")
+    parser.add_argument("--threads", type=int, help="CPU threads of PyTorch; its own default when not given")
+    return parser
+
+
+def device_option(parser: argparse.ArgumentParser) -> None:
+    """The option ``--device``."""
+    parser.add_argument("--device", help="cpu, cuda, ...; this machine's accelerator where there is one, else cpu")
+
+
+def start(options: argparse.Namespace) -> torch.device:
+    """Sets what the options say for the whole process; gives the device to measure on."""
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    named = getattr(options, "device", None)
+    if named:
+        use(torch.device(named))
+        return torch.device(named)
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def finish(run: Run, options: argparse.Namespace, text: str) -> Run:
+    """Writes the result file and prints the report."""
+    if options.json:
+        run.write(options.json)
+    print(text)
+    return run
+
+
+def progress(done: int, total: int, label: str) -> None:
+    """A line on stderr for what comes next."""
+    if done < total:
+        print(f"[{done + 1}/{total}] {label}", file=sys.stderr, flush=True)

@@ -1,0 +1,226 @@
+"""The generated parts of the pages about benchmarks, in Markdown: each a function of the result files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from benchmarks.plots import bar_chart
+from benchmarks.verdict import compare
+from twinkle.bench import view
+from twinkle.bench.results import ORIGINAL, Result, ResultFile, medians, significant
+from twinkle.bench.view import Table, factor
+from twinkle.kernel import registry
+from twinkle.kernel.config import DEFAULT_KERNEL_CONFIG, default_chain
+
+Files = dict[str, ResultFile]
+"""``device type/program`` -> what ``benchmarks/results/`` holds under that name."""
+
+RESULTS = "../../benchmarks/results"
+PLOTS = "plots"
+CHOSEN = "★"
+
+# --- Markdown ---------------------------------------------------------------------------------------------------------
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], labels: int) -> str:
+    """A table whose columns after the first ``labels`` hold numbers."""
+    rule = ["---" if number < labels else "---:" for number in range(len(header))]
+    lines = (" | ".join(cell.replace("|", "\\|") for cell in row) for row in (header, rule, *rows))
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def _op_table(found: Table, text: dict[str, str]) -> str:
+    rows = []
+    for line in found.lines:
+        cells = [f"**{cell.text}**" if cell.best and cell.text != "-" else cell.text for cell in line]
+        rows.append([cell + f" {CHOSEN}" * line[number].chosen for number, cell in enumerate(cells)])
+    header = [text.get(f"column {name}", name) for name in found.columns]
+    return markdown_table(header, rows, found.labels)
+
+
+def _missing(name: str, text: dict[str, str]) -> str:
+    _, program = name.split("/")
+    command = f"python -m benchmarks.{program} --json benchmarks/results/{name}.json"
+    return text["missing"].format(command=command)
+
+
+def _run_line(name: str, found: ResultFile, text: dict[str, str]) -> str:
+    run = found.run
+    versions = ", ".join(f"{package} {version}" for package, version in run["versions"].items() if version)
+    ceilings = ", ".join(f"{key} {value:g}" for key, value in run["ceilings"].items())
+    best = text["ceilings"].format(ceilings=ceilings) if ceilings else ""
+    place = f"[`{name}.json`]({RESULTS}/{name}.json)"
+    return text["run"].format(device=run["device"], versions=versions, best=best, place=place, id=run["id"])
+
+
+# --- sections ---------------------------------------------------------------------------------------------------------
+
+
+def ops(files: Files, text: dict[str, str], device: str) -> str:
+    """A table per op, without the small cases."""
+    name = f"{device}/ops"
+    if name not in files:
+        return _missing(name, text)
+    found = files[name]
+    copy_speed = found.run["ceilings"].get("copy_gb_per_s") if device != "cpu" else None
+    parts = [_run_line(name, found, text)]
+    if device != "cpu":
+        parts += [f"![{text[f'plot {d}']}]({PLOTS}/ops-{device}-{d}.svg)" for d in ("fb", "f")]
+    for one in view.tables(found.results, copy_speed):
+        if one.op:
+            parts += [f"#### `{one.op}`", _op_table(one, text)]
+    notes = [f"- {who} ({', '.join(ops)}): {why}" for (who, why), ops in view.why_not(found.results).items()]
+    return "\n\n".join([*parts, *([text["not measured"] + "\n\n" + "\n".join(notes)] if notes else [])])
+
+
+def host(files: Files, text: dict[str, str], device: str) -> str:
+    """What a call costs on the host: of the program ``host``, else the small cases of ``ops``."""
+    name = next((name for name in (f"{device}/host", f"{device}/ops") if name in files), None)
+    if name is None:
+        return _missing(f"{device}/host", text)
+    tables = [one for one in view.tables(files[name].results, None) if not one.op]
+    return "\n\n".join([_run_line(name, files[name], text), *(_op_table(one, text) for one in tables)])
+
+
+STEP_COLUMNS = ("peak_memory_gb", "gpu_busy_ms", "kernels", "first_step_s")
+
+
+def step(files: Files, text: dict[str, str], device: str) -> str:
+    """A line per candidate, and two plots."""
+    name = f"{device}/step"
+    if name not in files:
+        return _missing(name, text)
+    found = files[name]
+    rows = []
+    for (case, shape, dtype), candidates in medians(found.results).items():
+        original = candidates.get(ORIGINAL)
+        for who, row in candidates.items():
+            assert row.ms and row.host_us
+            speed = f"{row.figures['tokens_per_s']:,.0f}"
+            if original and who != ORIGINAL:
+                speed += f" ({factor(row.figures['tokens_per_s'] / original.figures['tokens_per_s'])})"
+            figures = [f"{row.figures[key]:g}" if key in row.figures else "-" for key in STEP_COLUMNS]
+            model = f"{case.removeprefix('step/')} {shape} {dtype}"
+            spread = f"{significant(row.ms['p50'])} ({significant(row.ms['p20'])}–{significant(row.ms['p80'])})"
+            rows.append((model, who, speed, spread, significant(row.host_us["p50"] / 1e3), *figures))
+    header = [text[f"column {key}"] for key in ("model", "who", "speed", "ms", "host", *STEP_COLUMNS)]
+    figures_there = {key for row in found.results for key in row.figures}
+    plots = [
+        f"![{text[f'plot {what}']}]({PLOTS}/step-{device}-{what}.svg)"
+        for what, (figure, *_) in STEP_PLOTS.items()
+        if figure in figures_there
+    ]
+    notes = [f"- {row.who}: {row.note}" for row in found.results if row.note]
+    return "\n\n".join(
+        [_run_line(name, found, text), *plots, markdown_table(header, rows, 2), "\n".join(notes)]
+    ).rstrip()
+
+
+def kernelize(files: Files, text: dict[str, str], device: str) -> str:
+    """A line per case."""
+    name = f"{device}/kernelize"
+    if name not in files:
+        return _missing(name, text)
+    found, rows = files[name], []
+    for row in found.results:
+        assert row.ms
+        unit, scale = ("us", 1e3) if row.case == "call" else ("ms", 1.0)
+        p20, p50, p80 = (significant(row.ms[p] * scale) for p in ("p20", "p50", "p80"))
+        rows.append((row.case, row.who, row.shape, f"{p50} {unit}", f"{p20}–{p80}"))
+    header = [text.get(f"column {key}", key) for key in ("case", "who", "shape", "p50", "p20–p80")]
+    return "\n\n".join([_run_line(name, found, text), markdown_table(header, rows, 3)])
+
+
+# --- what decided the order of the default chains ---------------------------------------------------------------------
+
+
+def ordered_ops() -> dict[str, tuple[str, ...]]:
+    """op -> its default chain, of all ops that the default mapping names."""
+    return {op: default_chain(op) for op in dict.fromkeys(choice.op for choice in DEFAULT_KERNEL_CONFIG.values())}
+
+
+def ranked(chain: Sequence[str], op: str, results: Sequence[Result]) -> list[str]:
+    """The backends of a chain that were measured, in its order, and after them the original."""
+    measured = {row.who for row in results if row.ms and row.case.split("/")[0] == op}
+    return [*(who for who in chain if who in measured), *([ORIGINAL] if ORIGINAL in measured else [])]
+
+
+def chains(files: Files, text: dict[str, str]) -> str:
+    """For every op, and every device with results: how much faster each backend is than what comes after it."""
+    of_ops = {name: found for name, found in files.items() if name.endswith("/ops")}
+    rows = []
+    for op, chain in ordered_ops().items():
+        decided, measured = [], set()
+        for found in of_ops.values():
+            order = ranked(chain, op, found.results)
+            measured |= set(order)
+            for who, other in zip(order, order[1:], strict=False):
+                ratio = compare(found.results, op, who, other)
+                if ratio:
+                    figures = {"mean": ratio.mean, "least": ratio.least, "most": ratio.most}
+                    told = {name: factor(value) for name, value in figures.items()}
+                    device, cases = found.run["device"], ratio.cases
+                    decided.append(text["faster"].format(device=device, who=who, other=other, cases=cases, **told))
+        for who in chain:
+            if who not in measured:
+                known = who in registry.get_op(op).implementations
+                decided.append(text["unmeasured" if known else "unregistered"].format(who=who))
+        rows.append((f"`{op}`", " → ".join(chain), "<br>".join(decided)))
+    return markdown_table((text["column op"], text["column chain"], text["column decided"]), rows, 3)
+
+
+# --- plots ------------------------------------------------------------------------------------------------------------
+
+STEP_PLOTS = {"speed": ("tokens_per_s", "", 0), "memory": ("peak_memory_gb", " GB", 1)}
+
+
+def plots(files: Files, text: dict[str, str]) -> dict[str, str]:
+    """File name -> SVG."""
+    found: dict[str, str] = {}
+    for name, content in files.items():
+        device, program = name.split("/")
+        if program == "ops" and device != "cpu":
+            for direction in ("fb", "f"):
+                title = text[f"plot {direction}"]
+                found[f"ops-{device}-{direction}.svg"] = _memory_plot(content, direction, title)
+        if program == "step":
+            for what, (figure, unit, digits) in STEP_PLOTS.items():
+                groups = [
+                    (row.who, [(row.who, row.figures[figure])]) for row in content.results if figure in row.figures
+                ]
+                if groups:
+                    chart = bar_chart(text[f"plot {what}"], groups, unit=unit, digits=digits)
+                    found[f"step-{device}-{what}.svg"] = chart
+    return found
+
+
+def _memory_plot(found: ResultFile, direction: str, title: str) -> str:
+    """How near each candidate comes to the speed of a copy, for the first variant of each op in the first dtype."""
+    copy_speed, groups, first, seen = found.run["ceilings"]["copy_gb_per_s"], [], None, {}
+    for (case, shape, dtype), rows in medians(found.results).items():
+        op, variant, of = case.split("/")
+        first = first or dtype
+        small = any(row.host_us for row in rows.values())
+        if of != direction or dtype != first or small or seen.setdefault(op, variant) != variant:
+            continue
+        bars = [
+            (who, row.figures["traffic_mb"] / copy_speed / row.ms["p50"] * 100) for who, row in rows.items() if row.ms
+        ]
+        groups.append((f"{op} {shape}", bars))
+    return bar_chart(title, groups, unit=" %", full=100)
+
+
+Section = Callable[[Files, dict[str, str]], str]
+
+
+def section(name: str) -> Section:
+    """``ops cuda`` -> the function that gives it.
+
+    Raises:
+        KeyError: there is none of that name.
+    """
+    kind, _, device = name.partition(" ")
+    if kind == "chains":
+        return chains
+    of_device = {"ops": ops, "host": host, "step": step, "kernelize": kernelize}[kind]
+    return lambda files, text: of_device(files, text, device)

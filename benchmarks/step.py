@@ -1,0 +1,371 @@
+"""A whole training step, forward, loss and backward: ``python -m benchmarks.step --json FILE``.
+
+Each candidate runs in a fresh process, so that what one patches for a whole process is nobody else's, and with empty
+compiler caches, so that its first step shows what a newcomer waits for. All have the same weights and the same batch;
+a candidate whose loss is another one's is not reported as fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import twinkle
+from benchmarks.program import arguments, device_option, finish, progress, start
+from benchmarks.trace import profiled
+from twinkle.bench.clocks import ceilings, synchronize, use
+from twinkle.bench.ops import WRONG
+from twinkle.bench.results import ORIGINAL, Result, Run, percentiles, significant
+from twinkle.bench.view import factor
+from twinkle.layout import plain, table, width_of_terminal
+from twinkle.reasons import Reason, did_you_mean
+
+# --- what is run ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model of transformers with random weights, and a batch of random tokens.
+
+    Attributes:
+        name: for the report.
+        family: ``Qwen3`` for ``Qwen3Config`` and ``Qwen3ForCausalLM``.
+        batch, length: of the token ids.
+        config: the configuration's arguments.
+    """
+
+    name: str
+    family: str
+    batch: int
+    length: int
+    config: dict[str, Any]
+
+    @property
+    def shape(self) -> str:
+        return f"{self.batch}x{self.length}"
+
+
+QWEN3_SMALL = Workload(
+    "qwen3-0.6b",
+    "Qwen3",
+    batch=4,
+    length=2048,
+    config={
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 4096,
+        "attn_implementation": "sdpa",
+    },
+)
+"""The shape of Qwen3-0.6B as published."""
+
+TOY = Workload(
+    "toy",
+    "Qwen3",
+    batch=2,
+    length=32,
+    config={
+        **QWEN3_SMALL.config,
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    },
+)
+
+WORKLOADS = {workload.name: workload for workload in (QWEN3_SMALL, TOY)}
+DTYPE = torch.bfloat16
+FAR = 5e-3
+"""The first loss may differ by this part of the original's: bf16 keeps eight bits."""
+
+
+def _patch_liger(workload: Workload) -> None:
+    """Liger's own way in, with everything it does by default, its fused loss included."""
+    import liger_kernel.transformers as liger
+
+    getattr(liger, f"apply_liger_kernel_to_{workload.family.lower()}")()
+
+
+def _no_liger() -> Reason | None:
+    from twinkle.kernel.ops.liger_support import available
+
+    usable, why = available()
+    return None if usable else why
+
+
+def _kernelize(model: Any) -> str:
+    """Our default mapping; says what serves."""
+    from twinkle.kernel import kernelize
+    from twinkle.kernel.report import report
+
+    instances: dict[str, int] = {}
+    for row in report(kernelize(model)).rows:
+        if row.state == "installed":
+            instances[f"{row.op} {row.backend}"] = instances.get(f"{row.op} {row.backend}", 0) + row.instances
+    return ", ".join(f"{what} x{number}" for what, number in sorted(instances.items())) or "nothing was replaced"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to run the step.
+
+    Attributes:
+        before: called before the model is built.
+        after: called with the model; what it returns is the row's note.
+        compiled: whether the model goes through ``torch.compile``.
+        missing: why it can't run on this machine, or None.
+    """
+
+    before: Callable[[Workload], None] | None = None
+    after: Callable[[Any], str] | None = None
+    compiled: bool = False
+    missing: Callable[[], Reason | None] = lambda: None
+
+
+# In the order in which they are measured: those that compile take the longest.
+CANDIDATES: dict[str, Candidate] = {
+    ORIGINAL: Candidate(),
+    "twinkle": Candidate(after=_kernelize),
+    "liger": Candidate(before=_patch_liger, missing=_no_liger),
+    "compile": Candidate(compiled=True),
+    "twinkle+compile": Candidate(after=_kernelize, compiled=True),
+}
+
+# --- the process of one candidate -------------------------------------------------------------------------------------
+
+
+def _model(workload: Workload, device: torch.device) -> Any:
+    import transformers
+
+    config = getattr(transformers, f"{workload.family}Config")(**workload.config)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = getattr(transformers, f"{workload.family}ForCausalLM")(config)
+    model = model.to(DTYPE).train()
+    model.config.use_cache = False
+    return model
+
+
+def _step(model: Any, call: Callable[..., Any], ids: torch.Tensor) -> torch.Tensor:
+    model.zero_grad(set_to_none=True)
+    loss = call(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.detach()
+
+
+def measure(who: str, workload: Workload, device: torch.device, *, seconds: float, compiler: str) -> Result:
+    """A candidate's row, measured in this process.
+
+    Args:
+        seconds: about how long the timed steps may take.
+        compiler: the backend of ``torch.compile``.
+    """
+    candidate = CANDIDATES[who]
+
+    def row(**fields: Any) -> Result:
+        return Result(f"step/{workload.name}", who, workload.shape, str(DTYPE).removeprefix("torch."), **fields)
+
+    use(device)
+    missing = candidate.missing()
+    if missing is not None:
+        return row(note=str(missing))
+    shape = (workload.batch, workload.length)
+    ids = torch.randint(0, workload.config["vocab_size"], shape, generator=torch.Generator().manual_seed(0)).to(device)
+    if candidate.before:
+        candidate.before(workload)
+    model = _model(workload, device)
+    note = candidate.after(model) if candidate.after else ""
+    call = torch.compile(model, backend=compiler) if candidate.compiled else model
+
+    def step() -> torch.Tensor:
+        return _step(model, call, ids)
+
+    synchronize(device)
+    begin = time.perf_counter()
+    loss = float(step())
+    synchronize(device)
+    figures = {"loss": round(loss, 6), "first_step_s": round(time.perf_counter() - begin, 3)}
+    for _ in range(2):
+        step()
+    synchronize(device)
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    if module:
+        module.reset_peak_memory_stats()
+    done, handed_over = _samples(step, device, seconds)
+    times = percentiles(done)
+    figures["tokens_per_s"] = round(workload.batch * workload.length / times["p50"] * 1e3, 1)
+    if module:
+        figures["peak_memory_gb"] = round(module.max_memory_allocated() / 1e9, 3)
+        figures |= profiled(step, device)
+    host_us = percentiles([ms * 1e3 for ms in handed_over])
+    return row(ms=times, host_us=host_us, samples=len(done), figures=figures, note=note)
+
+
+def _samples(step: Callable[[], Any], device: torch.device, seconds: float) -> tuple[list[float], list[float]]:
+    """Milliseconds of each step until it is done, and until it is handed to the device: at least three, at most 30."""
+    done, handed_over = [], []
+    begin = time.perf_counter()
+    while len(done) < 3 or (len(done) < 30 and time.perf_counter() - begin < seconds):
+        start = time.perf_counter()
+        step()
+        submitted = time.perf_counter()
+        synchronize(device)
+        done.append((time.perf_counter() - start) * 1e3)
+        handed_over.append((submitted - start) * 1e3)
+    return done, handed_over
+
+
+# --- the program ------------------------------------------------------------------------------------------------------
+
+
+def run_alone(
+    who: str, workload: Workload, device: torch.device, *, timeout: float, threads: int | None = None, **settings: Any
+) -> Result:
+    """A candidate's row, measured in a process of its own; with a note instead of figures when that fails.
+
+    Args:
+        timeout: seconds after which the process is ended.
+        threads: CPU threads of PyTorch.
+        settings: see :func:`measure`.
+    """
+    failed = Result(f"step/{workload.name}", who, workload.shape, str(DTYPE).removeprefix("torch."))
+    asked = {"who": who, "workload": workload.name, "device": str(device), **settings}
+    here = [str(Path(__file__).parents[1]), str(Path(twinkle.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, open(f"{folder}/errors", "w+") as errors:
+        answer = Path(folder, "row.json")
+        command = [sys.executable, "-m", "benchmarks.step", "--alone", json.dumps(asked), "--json", str(answer)]
+        process = subprocess.Popen(
+            [*command, *(["--threads", str(threads)] if threads else [])],
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, here)),
+                "TRITON_CACHE_DIR": f"{folder}/triton",
+                "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+            },
+            stdout=errors,
+            stderr=errors,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(timeout=max(timeout, 0.001))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # the compiler's workers too
+            process.wait()
+            return dataclasses.replace(failed, note=f"out of time: not done after {timeout:.0f} s")
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        if code:
+            errors.seek(0)
+            said = errors.read()
+            print(said, file=sys.stderr)
+            last = [line.strip() for line in said.splitlines() if line.strip()][-1:] or ["it said nothing"]
+            return dataclasses.replace(failed, note=f"its process ended with exit code {code}: {last[0][:200]}")
+        return Result(**json.loads(answer.read_text()))
+
+
+def checked(row: Result, original: Result | None) -> Result:
+    """The row as it is, or without its times when its loss is not the original's."""
+    loss, expected = (one.figures.get("loss") if one else None for one in (row, original))
+    if loss is None or expected is None or abs(loss - expected) <= FAR * abs(expected):
+        return row
+    why = f"{WRONG}its loss is {loss:.4f}, the original's {expected:.4f}"
+    return Result(row.case, row.who, row.shape, row.dtype, note=why)
+
+
+COLUMNS = {
+    "first_step_s": "first step, s",
+    "gpu_busy_ms": "GPU busy, ms",
+    "kernels": "kernels",
+    "peak_memory_gb": "peak GB",
+    "loss": "loss",
+}
+
+
+def report(run: Run) -> str:
+    """A line per candidate."""
+    rows = {row.who: row for row in run.results if row.ms and row.host_us}
+    lines = []
+    for who, row in rows.items():
+        assert row.ms and row.host_us
+        speed = row.figures["tokens_per_s"]
+        of_original = f" ({factor(speed / rows[ORIGINAL].figures['tokens_per_s'])})" if ORIGINAL in rows else ""
+        p20, p50, p80 = (significant(row.ms[p]) for p in ("p20", "p50", "p80"))
+        figures = (f"{row.figures[name]:g}" if name in row.figures else "-" for name in COLUMNS)
+        host_ms = significant(row.host_us["p50"] / 1e3)
+        lines.append((who, f"{speed:.0f}{of_original}", f"{p50} ({p20} .. {p80})", host_ms, *figures))
+    header = ("who", "tokens/s", "ms (p20 .. p80)", "submitted, ms", *COLUMNS.values())
+    shown = plain(table(header, lines, width_of_terminal()))
+    return "\n".join([shown, *(f"{row.who}: {row.note}" for row in run.results if row.note)])
+
+
+def candidates_option(text: str) -> list[str]:
+    """The names of ``--candidates``."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in CANDIDATES:
+            raise argparse.ArgumentTypeError(
+                f"no candidate {name!r}{did_you_mean(name, CANDIDATES)}; there is: {', '.join(CANDIDATES)}"
+            )
+    return names
+
+
+def main(argv: list[str] | None = None) -> Run | None:
+    """Runs the program; returns what it measured."""
+    parser = arguments("step", "Times a whole training step of a model with random weights.")
+    device_option(parser)
+    parser.add_argument("--budget", type=float, default=240.0, metavar="SECONDS", help="when to stop (default: 240)")
+    parser.add_argument(
+        "--candidates",
+        type=candidates_option,
+        default=list(CANDIDATES),
+        metavar="NAME,...",
+        help=f"only these, in this order (default: {','.join(CANDIDATES)})",
+    )
+    parser.add_argument("--alone", help=argparse.SUPPRESS)  # the process of one candidate
+    options = parser.parse_args(argv)
+    device = start(options)
+    if options.alone:
+        asked = json.loads(options.alone)
+        workload, device = WORKLOADS[asked.pop("workload")], torch.device(asked.pop("device"))
+        row = measure(asked.pop("who"), workload, device, **asked)
+        Path(options.json).write_text(json.dumps(dataclasses.asdict(row)))
+        return None
+    workload = TOY if options.quick else QWEN3_SMALL
+    # Toys are too small for the machine code to matter: what is tried is whether everything runs.
+    settings = {"seconds": 0.0, "compiler": "aot_eager"} if options.quick else {"seconds": 5.0, "compiler": "inductor"}
+    run = Run("step", device, {"quick": options.quick, "budget_s": options.budget, **settings})
+    begin = time.perf_counter()
+    run.ceilings = ceilings(device, options.quick)
+    for number, who in enumerate(options.candidates):
+        progress(number, len(options.candidates), who)
+        left = options.budget - (time.perf_counter() - begin)
+        row = run_alone(who, workload, device, timeout=left, threads=options.threads, **settings)
+        run.results.append(checked(row, next((row for row in run.results if row.who == ORIGINAL), None)))
+    return finish(run, options, report(run))
+
+
+if __name__ == "__main__":
+    main()

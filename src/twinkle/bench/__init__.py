@@ -1,0 +1,9 @@
+"""Measuring: what ``twinkle-kernel bench`` and the programs in ``benchmarks/`` share.
+
+- ``results``: the one layout of all result files.
+- ``clocks``: timing on a CPU and on accelerators, interleaved rounds, what the machine can do at best.
+- ``cases``: classes and functions of transformers with inputs, and the shapes to try.
+- ``ops``: the kernels of each op against what they replace.
+
+Importing the package or ``results`` imports nothing heavy.
+"""

@@ -1,0 +1,168 @@
+"""Timing on a CPU and on accelerators, interleaved rounds, and what the machine can do at best."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+Call = Callable[[], Any]
+
+
+class Clock(Protocol):
+    """How a call is timed."""
+
+    def repeats(self, call: Call) -> int:
+        """How many calls make up a sample."""
+
+    def start(self, call: Call, repeats: int) -> Callable[[], float]:
+        """Takes a sample; what comes back gives its milliseconds per call, after :meth:`wait`."""
+
+    def wait(self) -> None:
+        """Until all samples can be read."""
+
+
+class CpuClock:
+    """Wall time. A sample of a short call is the mean of several, so that the clock's resolution doesn't matter."""
+
+    def __init__(self, shortest_s: float = 2e-4) -> None:
+        self.shortest_s = shortest_s
+
+    def repeats(self, call: Call) -> int:
+        start = time.perf_counter()
+        call()
+        return max(1, round(self.shortest_s / max(time.perf_counter() - start, 1e-7)))
+
+    def start(self, call: Call, repeats: int) -> Callable[[], float]:
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        ms = (time.perf_counter() - begin) * 1e3 / repeats
+        return lambda: ms
+
+    def wait(self) -> None:
+        pass
+
+
+class EventClock:
+    """Time between two events on an accelerator's stream, with the cache flushed before; read after the round's end.
+
+    The flush also gives the host time to get ahead, so it hides a part of what a call costs on the host.
+    """
+
+    def __init__(self, device: torch.device, cache_bytes: int = 256 * 2**20) -> None:
+        self.device = device
+        self.module = torch.get_device_module(device)
+        self.flush = torch.empty(cache_bytes, dtype=torch.int8, device=device)
+
+    def repeats(self, call: Call) -> int:
+        return 1
+
+    def start(self, call: Call, repeats: int) -> Callable[[], float]:
+        begin, end = (self.module.Event(enable_timing=True) for _ in range(2))
+        self.flush.zero_()
+        begin.record()
+        call()
+        end.record()
+        return lambda: begin.elapsed_time(end)
+
+    def wait(self) -> None:
+        synchronize(self.device)
+
+
+class SubmitClock(CpuClock):
+    """Wall time until the calls are submitted to an accelerator: what they cost on the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(shortest_s=1e-3)
+        self.device = device
+
+    def start(self, call: Call, repeats: int) -> Callable[[], float]:
+        synchronize(self.device)
+        return super().start(call, min(repeats, 100))  # the queue must not fill up
+
+    def wait(self) -> None:
+        synchronize(self.device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done what it was given."""
+    if device.type == "cpu":
+        return
+    module = torch.get_device_module(device)
+    if device.index is None:
+        module.synchronize()
+    else:
+        module.synchronize(device)
+
+
+def use(device: torch.device) -> None:
+    """Makes an accelerator the current one: events are recorded there, and streams belong to it."""
+    if device.type != "cpu" and device.index is not None:
+        torch.get_device_module(device).set_device(device.index)
+
+
+def clock_for(device: torch.device) -> Clock:
+    """The clock for calls that work on that device."""
+    return CpuClock() if device.type == "cpu" else EventClock(device)
+
+
+def host_clock_for(device: torch.device) -> Clock | None:
+    """The clock for what calls cost on the host; None on a CPU, where that is all the time there is."""
+    return None if device.type == "cpu" else SubmitClock(device)
+
+
+def interleaved(calls: dict[str, Call], clock: Clock, *, rounds: int, seconds: float) -> dict[str, list[float]]:
+    """Times every call once per round, so that a drift of the machine hits all alike.
+
+    Args:
+        rounds: at most that many, at least three.
+        seconds: no further round is started after that.
+
+    Returns:
+        who -> milliseconds, one per round.
+    """
+    for call in calls.values():
+        for _ in range(2):
+            call()
+    clock.wait()
+    repeats = {who: clock.repeats(call) for who, call in calls.items()}
+    samples: dict[str, list[float]] = {who: [] for who in calls}
+    order = list(calls)
+    begin = time.perf_counter()
+    for number in range(rounds):
+        if number >= 3 and time.perf_counter() - begin > seconds:
+            break
+        order = order[1:] + order[:1]  # nobody always comes after the same
+        pending = [(who, clock.start(calls[who], repeats[who])) for who in order]
+        clock.wait()
+        for who, read in pending:
+            samples[who].append(read())
+    return samples
+
+
+def ceilings(device: torch.device, quick: bool = False) -> dict[str, float]:
+    """What this machine can do at best, measured now: memory traffic of a copy, and a square matrix product."""
+    accelerated = device.type != "cpu"
+    size = 2**16 if quick else 2**29 if accelerated else 2**25
+    side = 64 if quick else 8192 if accelerated else 1024
+    dtype = torch.bfloat16 if accelerated else torch.float32
+    for part in (1, 4, 16):  # of what a large accelerator takes
+        try:
+            return _ceilings(device, size // part, side // part, dtype)
+        except torch.OutOfMemoryError:
+            continue
+    return {}
+
+
+def _ceilings(device: torch.device, size: int, side: int, dtype: torch.dtype) -> dict[str, float]:
+    source = torch.zeros(size, dtype=torch.float32, device=device)
+    target, matrix = torch.empty_like(source), torch.randn(side, side, device=device).to(dtype)
+    calls: dict[str, Call] = {"copy": lambda: target.copy_(source), "matmul": lambda: matrix @ matrix}
+    best = {who: min(ms) for who, ms in interleaved(calls, clock_for(device), rounds=10, seconds=2).items()}
+    return {
+        "copy_gb_per_s": round(2 * size * 4 / best["copy"] / 1e6, 1),
+        f"matmul_{str(dtype).removeprefix('torch.')}_tflop_per_s": round(2 * side**3 / best["matmul"] / 1e9, 3),
+    }

@@ -1,0 +1,139 @@
+"""``twinkle-kernel bench``: the kernels of each op against what they replace, on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from twinkle.commands.console import CommandError, first_line, progress, quiet_logs, stdout
+from twinkle.commands.console import show as print_blocks
+from twinkle.commands.options import parse_device
+from twinkle.layout import EMPTY_LINE, Block, paragraph
+from twinkle.reasons import did_you_mean
+
+if TYPE_CHECKING:
+    from twinkle.bench.results import Run
+
+WRONG_RESULT, NOTHING_MEASURED, INTERRUPTED = 1, 3, 130
+
+
+def run(
+    *, ops: Sequence[str] | None, device: str | None, budget: float, quick: bool, inductor: bool, json: Path | None
+) -> int:
+    """Measures and prints; the exit code is 1 when a kernel's result is wrong, 3 when nothing could be measured.
+
+    Raises:
+        CommandError: there is no such op or device, transformers is missing, or the result file can't be written.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise CommandError("bench times classes of transformers, which isn't installed: pip install transformers")
+    chosen, how = parse_device(device, present=True)
+    wanted = parse_ops(ops)
+    if json is not None:
+        _writable(json)
+    measured, interrupted = _measure(chosen, wanted, budget=budget, quick=quick, inductor=inductor)
+    if json is not None:
+        measured.write(json)
+    show(measured, how)
+    if json is not None:
+        stdout().print(f"written: {json}")
+    if interrupted:
+        return INTERRUPTED
+    return exit_code(measured)
+
+
+def parse_ops(names: Sequence[str] | None) -> list[str]:
+    """The ops of ``--op``, which may be repeated and hold commas; all that have cases when it wasn't given.
+
+    Raises:
+        CommandError: an op that doesn't exist, or that nothing is measured for.
+    """
+    from twinkle.bench.cases import OPS
+    from twinkle.kernel import registry
+
+    wanted = [name.strip() for part in names or () for name in part.split(",") if name.strip()]
+    for name in wanted:
+        if name in OPS:
+            continue
+        if name in registry.ops():
+            raise CommandError(f"op {name!r} has no benchmark yet; those that have: {', '.join(OPS)}")
+        raise CommandError(f"unknown op {name!r}{did_you_mean(name, OPS)}; known: {', '.join(OPS)}")
+    return list(dict.fromkeys(wanted)) or list(OPS)
+
+
+def _writable(path: Path) -> None:
+    """Before minutes are spent on what then can't be kept."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a"):
+            pass
+    except OSError as error:
+        raise CommandError(f"--json {path}: {error.strerror}: give a file that can be written") from None
+
+
+def _measure(device: str, ops: list[str], *, budget: float, quick: bool, inductor: bool) -> tuple[Run, bool]:
+    """What was measured, and whether the user had enough of it."""
+    import torch
+
+    from twinkle.bench.cases import all_items, quick_items
+    from twinkle.bench.clocks import ceilings, use
+    from twinkle.bench.ops import measure_all
+    from twinkle.bench.results import Run
+
+    try:
+        where = torch.device(device)
+        use(where)
+        torch.empty(1, device=where)
+    except Exception as error:  # an index that isn't there, a driver that fails
+        raise CommandError(
+            f"no tensor can be made on {device}: {first_line(error)}; `twinkle-kernel info` lists what there is"
+        ) from None
+    measured = Run("ops", where, {"quick": quick, "budget_s": budget})
+    items = quick_items(ops) if quick else all_items(ops, where)
+    with progress() as bar, quiet_logs():
+        task = bar.add_task("what this machine can do at best", total=len(items))
+
+        def moved(done: int, total: int, label: str) -> None:
+            bar.update(task, completed=done, description=label)
+
+        try:
+            measured.ceilings = ceilings(where, quick)
+            measure_all(measured, items, budget=budget, quick=quick, compiled=inductor, progress=moved)
+        except KeyboardInterrupt:
+            measured.settings["interrupted"] = True
+            return measured, True
+    return measured, False
+
+
+def exit_code(measured: Run) -> int:
+    """Of the results."""
+    from twinkle.bench.ops import WRONG
+
+    if any(result.note.startswith(WRONG) for result in measured.results):
+        return WRONG_RESULT
+    return 0 if any(result.ms for result in measured.results) else NOTHING_MEASURED
+
+
+def show(measured: Run, how: str) -> None:
+    """What was measured on, and what came out."""
+    from twinkle.bench.results import device_name, versions
+    from twinkle.bench.view import blocks
+
+    console = stdout()
+    packages = ", ".join(f"{name} {version}" for name, version in versions().items() if version)
+    header = [Block(paragraph(f"{device_name(measured.device)} ({how}); {packages}", console.width), "bold")]
+    if measured.ceilings:
+        best = "; ".join(f"{value:g} {_unit(name)}" for name, value in measured.ceilings.items())
+        header.append(Block(paragraph(f"at best: {best}", console.width), "dim"))
+    copy_speed = measured.ceilings.get("copy_gb_per_s") if measured.device.type != "cpu" else None
+    print_blocks(console, [*header, EMPTY_LINE, *blocks(measured.results, copy_speed, console.width)])
+
+
+def _unit(name: str) -> str:
+    """``copy_gb_per_s`` -> ``GB/s (copy)``."""
+    for ending, unit in (("_gb_per_s", "GB/s"), ("_tflop_per_s", "TFLOP/s")):
+        if name.endswith(ending):
+            return f"{unit} ({name.removesuffix(ending).replace('_', ' ')})"
+    return name

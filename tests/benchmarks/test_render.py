@@ -1,0 +1,117 @@
+"""The committed pages about benchmarks are what the committed results give."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from xml.etree import ElementTree
+
+import pytest
+
+pytest.importorskip("torch")
+
+from benchmarks import plots, render, sections
+from benchmarks.texts import TEXTS
+from tests.support.results import row
+from twinkle.bench.results import Result, ResultFile
+
+ROOT = render.ROOT
+PAGES = {language: ROOT / "docs" / language / "benchmarks.md" for language in TEXTS}
+
+
+def test_the_committed_pages_are_what_the_results_give():
+    stale = [path for path, text in render.rendered(ROOT).items() if path.read_text(encoding="utf-8") != text]
+    assert not stale, "run: python -m benchmarks.render"
+
+
+def test_no_plot_is_left_over():
+    made = {path for path in render.rendered(ROOT) if path.suffix == ".svg"}
+    assert {path for page in PAGES.values() for path in (page.parent / "plots").glob("*")} == made
+
+
+def test_another_figure_makes_another_page(tmp_path, monkeypatch, capsys):
+    for part in ("benchmarks/results", "docs"):
+        shutil.copytree(ROOT / part, tmp_path / part)
+    monkeypatch.setattr(render, "ROOT", tmp_path)
+    assert render.main(["--check"]) == 0
+    path = tmp_path / "benchmarks/results/cpu/ops.json"
+    content = json.loads(path.read_text())
+    first = next(row for row in content["results"] if row["ms"])
+    first["ms"]["p50"] = 123456.0
+    path.write_text(json.dumps(content))
+    assert render.main(["--check"]) == 1
+    assert capsys.readouterr().out.splitlines() == [f"stale: docs/{language}/benchmarks.md" for language in TEXTS]
+    assert render.main([]) == 0
+    for language in TEXTS:
+        assert "123456" in (tmp_path / "docs" / language / "benchmarks.md").read_text(encoding="utf-8")
+    assert render.main(["--check"]) == 0
+
+
+def test_both_languages_have_the_same_parts_commands_and_words():
+    english, chinese = (page.read_text(encoding="utf-8") for page in PAGES.values())
+    for pattern in (r"<!-- .* -->", r"^#+", r"^python .*$", r"\]\([^)]*\)"):
+        found = [re.findall(pattern, page, re.MULTILINE) for page in (english, chinese)]
+        assert found[0] == found[1] != [], pattern
+    needed = {key for key in TEXTS["en"] if not key.startswith("column")}
+    assert needed <= TEXTS["zh"].keys() and TEXTS["en"].keys() <= TEXTS["zh"].keys()
+
+
+@pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)
+def test_links_and_commands_lead_somewhere(page):
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        assert (page.parent / target).exists(), target
+    for program in re.findall(r"python -m benchmarks\.(\w+)", text):
+        assert (ROOT / "benchmarks" / f"{program}.py").exists(), program
+
+
+def test_a_page_that_asks_for_an_unknown_part_is_an_error():
+    with pytest.raises(ValueError, match="no generated part 'opps cuda'"):
+        render.filled("<!-- generated: opps cuda -->\n<!-- end -->", {}, "en")
+
+
+def test_what_was_not_measured_is_said_with_the_command():
+    page = render.filled("<!-- generated: step cuda -->\nold\n<!-- end -->\n", {}, "en")
+    assert "python -m benchmarks.step --json benchmarks/results/cuda/step.json" in page and "old" not in page
+
+
+def run_of(device: str) -> dict:
+    return {"device": device, "versions": {"torch": "2.11"}, "ceilings": {"copy_gb_per_s": 4000.0}, "id": "x"}
+
+
+@pytest.mark.parametrize("language", TEXTS)
+def test_a_step_becomes_a_table_and_two_plots(language):
+    figures = {"tokens_per_s": 45000.0, "peak_memory_gb": 32.7, "kernels": 5031.0, "first_step_s": 1.0, "loss": 12.0}
+    host = {"p20": 1e5, "p50": 1e5, "p80": 1e5}
+    rows = [
+        row("hf", 180.0, "step/qwen3-0.6b", host_us=host, figures=figures),
+        row("twinkle", 90.0, "step/qwen3-0.6b", host_us=host, figures={**figures, "tokens_per_s": 90000.0}),
+        Result("step/qwen3-0.6b", "liger", "9x9", "float32", note="not here"),
+    ]
+    files = {"cuda/step": ResultFile(run_of("GPU"), tuple(rows))}
+    text = sections.step(files, TEXTS[language], "cuda")
+    assert "90,000 (2.00x)" in text and "5031" in text and "- liger: not here" in text
+    assert sections.plots(files, TEXTS[language]).keys() == {"step-cuda-speed.svg", "step-cuda-memory.svg"}
+    assert all(f"plots/step-cuda-{what}.svg" in text for what in ("speed", "memory"))
+
+
+def test_the_chains_name_the_figure_that_decided_them():
+    rows = [row(who, ms, "swiglu/llama/f") for who, ms in (("hf", 3.0), ("liger", 2.0), ("triton", 1.0))]
+    text = sections.chains({"cuda/ops": ResultFile(run_of("GPU"), tuple(rows))}, TEXTS["en"])
+    (line,) = [line for line in text.splitlines() if line.startswith("| `swiglu`")]
+    assert "npu → triton → liger" in line
+    assert "GPU: `triton` 2.00x as fast as `liger` (2.00x to 2.00x, 1 cases)" in line
+    assert "GPU: `liger` 1.50x as fast as `hf`" in line
+    assert "`npu`: no such backend yet" in line
+
+
+def test_a_chart_is_valid_xml_and_its_bars_are_as_long_as_their_values():
+    svg = plots.bar_chart("a & b", [("one", [("hf", 50.0), ("triton", 100.0)])], unit=" %", full=100)
+    root = ElementTree.fromstring(svg)
+    space = "{http://www.w3.org/2000/svg}"
+    widths = [float(bar.get("width")) for bar in root.iter(f"{space}rect") if bar.get("height") != "10"]
+    assert widths[1] == pytest.approx(2 * widths[0], abs=0.2)
+    (line,) = root.iter(f"{space}line")
+    assert float(line.get("x1")) == pytest.approx(plots.LEFT + widths[1], abs=0.2)
+    assert root.get("aria-label") == "a & b" and "@media (prefers-color-scheme: dark)" in svg
