@@ -14,6 +14,15 @@ from twinkle.kernel import plugins, registry
 from twinkle.kernel.testing import register_test_backends, unregister_test_backends
 
 
+@pytest.fixture(autouse=True)
+def small_inputs_are_taken() -> Iterator[None]:
+    """For what a kernel is too slow for is not what most tests are about."""
+    from twinkle.kernel.ops.worthwhile import every_size
+
+    with every_size():
+        yield
+
+
 @pytest.fixture
 def loopback() -> Iterator[None]:
     """The test backends ``loopback`` (an op's reference) and ``refuse`` (always a reason), for every op."""

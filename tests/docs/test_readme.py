@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from twinkle import presets
 from twinkle.kernel import kernelize
+from twinkle.kernel.ops import worthwhile
 from twinkle.kernel.report import report
 from twinkle.kernel.undo import unkernelize
 
@@ -46,15 +48,33 @@ def test_the_interface_example_runs(shown: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", READMES)
-def test_the_table_it_shows_is_the_reports(name: str) -> None:
+def test_the_table_it_shows_is_the_reports(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worthwhile, "_every_size", False)  # as it is outside tests
     (shown,) = re.findall(r"```\n(target .*?)\n```", (ROOT / name).read_text(encoding="utf-8"), re.DOTALL)
     model = presets.build("qwen3")
     kernelize(model)
-    model(**presets.inputs(model))
+    model(**presets.inputs(model, batch=16, length=256))
     header, norm, mlp, rotary = report(model).table(width=100).splitlines()[:4]
     # With a GPU in the machine Triton refuses the CPU's MLP, instead of not being there.
     assert shown.splitlines() == [header, norm, mlp.replace("refused", "kept   "), rotary]
     unkernelize(model)
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_the_gains_it_shows_are_those_of_the_result_file(name: str) -> None:
+    results = json.loads((ROOT / "benchmarks/results/cuda/step.json").read_text())["results"]
+    figures = {result["who"]: result["figures"] for result in results}
+    text = (ROOT / name).read_text(encoding="utf-8")
+    (shown,) = re.findall(r"\n((?:\|.*\n)+)\n.*(?:fused loss|融合损失)", text)
+    lines = [[cell.strip() for cell in line.split("|")[2:-1]] for line in shown.splitlines()[2:]]
+    assert lines == [
+        [
+            f"{round(figures[who]['tokens_per_s'], -2):,.0f}",
+            f"{figures[who]['kernels']:,.0f}",
+            f"{figures[who]['peak_memory_gb']:.1f} GB",
+        ]
+        for who in ("hf", "liger", "twinkle")
+    ]
 
 
 def test_its_class_entry_serves_a_qwen2(shown: dict[str, Any]) -> None:

@@ -62,11 +62,3 @@ def same_numbers_every_time() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def small_inputs_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For on a GPU the original is faster on few elements, and most tests are about something else."""
-    from twinkle.kernel.ops.glu import triton as glu
-
-    monkeypatch.setattr(glu, "WORTHWHILE", 0)

@@ -14,7 +14,7 @@ from tests.support.liger_sites import PATH, make
 from tests.support.triton_device import DEVICE, NO_GPU, ON_GPU
 from twinkle import presets
 from twinkle.kernel import KernelChoice, journal, kernelize
-from twinkle.kernel.ops.glu import triton as glu
+from twinkle.kernel.ops import worthwhile
 from twinkle.kernel.report import Row, report
 from twinkle.kernel.undo import unkernelize
 from twinkle.kernel.verify import allowed_error_used
@@ -297,12 +297,14 @@ def test_an_ordinary_rotation_runs_the_kernel(rotary: Any) -> None:
 @pytest.mark.parametrize("name", ("swiglu", "swiglu, fused projection", "geglu"))
 def test_a_small_product_with_gradients_is_the_originals(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """There it is faster. Without gradients, or compiled, or larger, the kernel runs."""
-    monkeypatch.setattr(glu, "WORTHWHILE", 3 * 32)
+    monkeypatch.setattr(worthwhile, "_every_size", False)
+    rules = {(op, "triton"): {"cuda": worthwhile.Least(3 * 32, in_training=True)} for op in ("swiglu", "geglu")}
+    monkeypatch.setattr(worthwhile, "LEAST", rules)
     _, module, row = pair(name)
     below, enough = torch.randn(2, 32, device=DEVICE), torch.randn(3, 32, device=DEVICE)
     module(below)
     assert (row.calls, sum(row.fallbacks.values())) == (0, 1)
-    assert any("too few elements" in reason for reason in row.fallbacks)
+    assert any("fewer than 96 elements" in reason for reason in row.fallbacks)
     module(enough)
     with torch.no_grad():
         module(below)

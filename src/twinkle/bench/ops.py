@@ -21,6 +21,7 @@ from twinkle.bench.clocks import Call, clock_for, host_clock_for, interleaved
 from twinkle.bench.results import ORIGINAL, Result, Run, percentiles
 from twinkle.kernel import DEFAULT_KERNEL_CONFIG, KernelChoice, registry
 from twinkle.kernel.install import Kernel, kernel_for
+from twinkle.kernel.ops.worthwhile import every_size
 from twinkle.kernel.probe import variant_of
 from twinkle.kernel.registry import availability, get_impl, load_impl
 from twinkle.kernel.targets import Site, Target, resolve_target
@@ -41,7 +42,7 @@ class Candidate:
     Attributes:
         call: a function of nothing that gives the result, or the reason why there is none.
         floor: computes something else; nobody can be faster.
-        declines: the directions in which the kernel, once installed, leaves this very call to the original.
+        declines: the directions in which the kernel, once installed, leaves a call of this size to the original.
     """
 
     who: str
@@ -93,16 +94,19 @@ def candidates(case: Case, subject: Subject, target: Target, site: Site, item: I
 
 
 def _of_kernel(backend: str, kernel: Kernel, args: tuple[Any, ...]) -> Candidate:
-    """A kernel; one that takes the call in some direction is timed in both, to see whether it is right to decline."""
-    declined: dict[str, str] = {}
+    """A kernel; one that only declines for its size is timed all the same, to see whether it is right to decline."""
+    if kernel.accepts_call is None:
+        return Candidate(backend, partial(kernel.function, *args))
+    with every_size():
+        refused = kernel.accepts_call(*args)
+    if refused is not None:
+        return Candidate(backend, Reason("refused", refused))
+    declines = []
     for direction, with_gradients in (("f", False), ("fb", True)):
         with torch.set_grad_enabled(with_gradients):
-            reason = kernel.accepts_call(*args) if kernel.accepts_call else None
-        if reason is not None:
-            declined[direction] = reason
-    if len(declined) == 2:
-        return Candidate(backend, Reason("refused", declined["fb"]))
-    return Candidate(backend, partial(kernel.function, *args), declines=tuple(declined))
+            if kernel.accepts_call(*args) is not None:
+                declines.append(direction)
+    return Candidate(backend, partial(kernel.function, *args), declines=tuple(declines))
 
 
 def chosen_of(case: Case, site: Site, found: Sequence[Candidate], direction: str) -> str:

@@ -176,6 +176,7 @@ def comparable_inputs(original: nn.Module, kernelized: nn.Module) -> Iterator[di
     from twinkle import presets
     from twinkle.kernel.exact import KeepFloat64, exact_copy, exact_inputs
     from twinkle.kernel.journal import process_originals
+    from twinkle.kernel.ops.worthwhile import every_size
 
     device = next(original.parameters()).device
     routers = any(_is_router(module) for module in original.modules())
@@ -184,7 +185,8 @@ def comparable_inputs(original: nn.Module, kernelized: nn.Module) -> Iterator[di
     for seed in range(SEEDS):
         inputs = presets.inputs(original, seed=seed, device=device)
         if routers:
-            ours = _chosen_experts(kernelized, inputs)
+            with every_size():
+                ours = _chosen_experts(kernelized, inputs)
             with process_originals():
                 theirs = _chosen_experts(original, inputs)
                 with KeepFloat64():

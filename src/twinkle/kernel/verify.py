@@ -18,6 +18,7 @@ from torch import nn
 from twinkle.kernel import registry
 from twinkle.kernel.exact import KeepFloat64, exact_copy, exact_inputs
 from twinkle.kernel.journal import process_originals
+from twinkle.kernel.ops.worthwhile import every_size
 from twinkle.kernel.probe import random_tensor, variant_of
 from twinkle.reasons import Reason
 
@@ -149,7 +150,8 @@ def _within_domain(kernel: Kernel) -> Callable[..., Any]:
         kwargs = {kernel.renamed.get(name, name): value for name, value in kwargs.items()}
         if kernel.base is not None:
             args[0].__class__ = kernel.base  # the small module is ours, and code with super() needs its own class
-        reason = kernel.accepts_call(*args, **kwargs) if kernel.accepts_call else None
+        with every_size():
+            reason = kernel.accepts_call(*args, **kwargs) if kernel.accepts_call else None
         if reason is not None:
             raise _OutOfDomain(reason)
         return kernel.function(*args, **kwargs)
@@ -291,7 +293,8 @@ def compare_models(
         outputs: names and tensors of what ``forward`` returns; its ``logits`` or ``last_hidden_state`` when None.
     """
     outputs = outputs or _named_outputs
-    ours = _train_step(kernelized, inputs, loss, outputs)
+    with every_size():
+        ours = _train_step(kernelized, inputs, loss, outputs)
     # A replaced function serves every model of the process; the original must be judged without it.
     with process_originals():
         theirs = _train_step(original, inputs, loss, outputs)

@@ -20,19 +20,12 @@ from twinkle.kernel.ops.glu import triton_kernels as kernels
 from twinkle.kernel.ops.glu.reference import ACTIVATIONS
 from twinkle.kernel.ops.triton_programs import Launch, Make, Memory, Program, Traced, library_op
 from twinkle.kernel.ops.triton_support import call_reason, device_reason, gradients_with_graph, rows_of, tuned
+from twinkle.kernel.ops.worthwhile import too_few_for
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
     from twinkle.kernel.ops.glu.reference import GluVariant
     from twinkle.kernel.targets import Site
-
-
-WORTHWHILE = 2**18
-"""Elements of an MLP's input from which on a training step gains on a GPU.
-
-On fewer the host's work is all there is, and an autograd function written in Python costs more of it than PyTorch's own
-nodes: 7 % for one call forward and backward (benchmarks/results/cuda). Without gradients there is no such node.
-"""
 
 
 def _layout(*tensors: torch.Tensor) -> tuple[int, int, list[int]] | None:
@@ -234,6 +227,7 @@ def load(target: Any, site: Site) -> type[nn.Module]:
     variant: GluVariant = site.variant
     activation, down = variant.activation, variant.projections[-1]
     eager = ACTIVATIONS[activation]
+    too_few = too_few_for("swiglu" if activation == "silu" else "geglu", "triton")
 
     if len(variant.projections) == 2:
         fused = variant.projections[0]
@@ -254,8 +248,6 @@ def load(target: Any, site: Site) -> type[nn.Module]:
             return getattr(self, down)(product)
 
     def accepts_call(self: Any, x: torch.Tensor) -> str | None:
-        if x.is_cuda and x.numel() < WORTHWHILE and torch.is_grad_enabled() and not is_compiling():
-            return "too few elements for a kernel to be worth its autograd node"
-        return call_reason(x)
+        return call_reason(x) or too_few(x)
 
     return layer("TritonGLU", forward, accepts_call)

@@ -1,0 +1,64 @@
+"""From how many elements on a kernel is faster than what it replaces: rules made from measurements.
+
+A call with fewer goes to the original, counted with the reason. That is no statement about what a kernel can do, so
+verification and benchmarks look away from it, see :func:`every_size`. Under a compiler the costs are others, and sizes
+may be symbols: no rule holds there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch.compiler import is_compiling
+
+
+class Least(NamedTuple):
+    """How many elements the input needs; with ``in_training``, only where gradients are recorded."""
+
+    elements: int
+    in_training: bool = False
+
+
+# On a CPU the torch backends' autograd functions cost more than they save on small inputs; norms and rotary broke even
+# between 2**15 and 2**17 elements, bf16 and fp32. On an H200 the host's work is all there is of a small call: there an
+# autograd function written in Python costs 7 % more than PyTorch's own nodes for a product, forward and backward, and
+# the torch backend's rotary 20 % more in a forward, until the original's traffic takes as long, near 2**23 elements.
+LEAST: dict[tuple[str, str], dict[str, Least]] = {
+    ("rms_norm", "torch"): {"cpu": Least(2**17)},
+    ("gated_rms_norm", "torch"): {"cpu": Least(2**17)},
+    ("rotary", "torch"): {"cpu": Least(2**17), "cuda": Least(2**23)},
+    ("swiglu", "triton"): {"cuda": Least(2**18, in_training=True)},
+    ("geglu", "triton"): {"cuda": Least(2**18, in_training=True)},
+}
+"""(op, backend) -> device type -> rule; the figures are those of benchmarks/results."""
+
+_every_size = False
+
+
+def too_few_for(op: str, backend: str) -> Callable[[torch.Tensor], str | None]:
+    """A function of a call's first input that says why the original is faster; None where the kernel is."""
+    rules = LEAST.get((op, backend), {})
+
+    def too_few(x: torch.Tensor) -> str | None:
+        least = rules.get(x.device.type)
+        if least is None or _every_size or is_compiling() or x.numel() >= least.elements:
+            return None
+        if least.in_training and not torch.is_grad_enabled():
+            return None
+        return f"fewer than {least.elements} elements, for which the original is faster"
+
+    return too_few
+
+
+@contextlib.contextmanager
+def every_size() -> Iterator[None]:
+    """Within it kernels take inputs of every size, in the whole process: to find out whether they work, or how fast."""
+    global _every_size
+    before, _every_size = _every_size, True
+    try:
+        yield
+    finally:
+        _every_size = before
