@@ -1,0 +1,260 @@
+"""The loss of a linear layer's outputs is cross-entropy, to the last option, and never holds all outputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from twinkle.kernel.verify import allowed_error_used
+from twinkle.loss import linear_cross_entropy
+
+TOKENS, HIDDEN, CLASSES = 13, 8, 37
+
+
+def inputs(dtype: torch.dtype, bias: bool = False, seed: int = 0, tokens: int = TOKENS) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    random = lambda *shape: torch.randn(shape, generator=generator).to(dtype).requires_grad_()  # noqa: E731
+    target = torch.randint(CLASSES, (tokens,), generator=generator)
+    target[::5] = -100
+    made = {"x": random(tokens, HIDDEN), "weight": random(CLASSES, HIDDEN), "target": target}
+    return made | ({"bias": random(CLASSES)} if bias else {})
+
+
+def written_out(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    class_weight: torch.Tensor | None = None,
+    z_loss: float = 0.0,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    accumulate: str = "",
+    chunk: int = 0,
+    wide: torch.dtype | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """With all logits, by PyTorch's own function. Transformers takes them from the layer's dtype to fp32."""
+    z = F.linear(x, weight, bias).to(wide or torch.promote_types(x.dtype, torch.float32)) * scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    class_weight = None if class_weight is None else class_weight.to(z.dtype)
+    loss = F.cross_entropy(z, target, weight=class_weight, **options)
+    if not z_loss:
+        return loss
+    counts = target != options.get("ignore_index", -100)
+    squares = (torch.logsumexp(z, -1).square() * z_loss).where(counts, 0)
+    if options.get("reduction", "mean") == "none":
+        return loss + squares
+    if options.get("reduction", "mean") == "sum":
+        return loss + squares.sum()
+    share = counts if class_weight is None else class_weight[target.where(counts, 0)] * counts
+    return loss + squares.sum() / share.sum()
+
+
+def step(function: Any, made: dict[str, Any], options: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The loss and every gradient, for an incoming gradient that is not one."""
+    leaves = {
+        name: t.detach().to(dtype).requires_grad_(t.requires_grad) if t.is_floating_point() else t
+        for name, t in made.items()
+    }
+    loss = function(**leaves, **options)
+    upstream = torch.linspace(0.3, 1.7, loss.numel()).view(loss.shape).to(loss.dtype)
+    wanted = {name: t for name, t in leaves.items() if t.requires_grad}
+    gradients = torch.autograd.grad(loss, list(wanted.values()), upstream)
+    return {"loss": loss.detach(), **dict(zip(wanted, gradients, strict=True))}
+
+
+options = st.fixed_dictionaries(
+    {
+        "reduction": st.sampled_from(["mean", "sum", "none"]),
+        "label_smoothing": st.sampled_from([0.0, 0.1, 1.0]),
+        "z_loss": st.sampled_from([0.0, 1e-3]),
+        "scale": st.sampled_from([1.0, 0.25, 3.0]),
+        "softcap": st.sampled_from([None, 2.0, 30.0]),
+        "ignore_index": st.sampled_from([-100, 3]),
+        "class_weight": st.sampled_from([None, "random"]),
+    }
+)
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+@given(
+    options=options,
+    bias=st.booleans(),
+    chunk=st.sampled_from([1, 4, 13, 100]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    seed=st.integers(0, 10),
+)
+def test_it_is_cross_entropy(options: dict[str, Any], bias: bool, chunk: int, dtype: torch.dtype, seed: int) -> None:
+    """Loss and gradients within the numerical judgement, over all options, chunks and dtypes."""
+    made = inputs(dtype, bias, seed)
+    if options["ignore_index"] != -100:
+        made["target"].clamp_(min=0)
+    if options["class_weight"] is not None:
+        options["class_weight"] = torch.rand(CLASSES, generator=torch.Generator().manual_seed(seed)) + 0.1
+    ours = step(linear_cross_entropy, made, {**options, "chunk": chunk}, dtype)
+    theirs = step(written_out, made, options, dtype)
+    exact = step(written_out, made, options, torch.float64)
+    used = {name: allowed_error_used(ours[name], theirs[name], exact[name]) for name in theirs}
+    assert all(share <= 1 for share in used.values()), used
+
+
+def test_fp64_is_fp64_throughout() -> None:
+    made = inputs(torch.float64, bias=True)
+    options = {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 5.0, "class_weight": torch.rand(CLASSES)}
+    for reduction in ("mean", "none"):
+        results = (
+            step(function, made, {**options, "reduction": reduction}, torch.float64)
+            for function in (linear_cross_entropy, written_out)
+        )
+        torch.testing.assert_close(*results, rtol=1e-12, atol=1e-14)
+
+
+def test_gradcheck() -> None:
+    made = inputs(torch.float64, bias=True, tokens=5)
+    for reduction in ("mean", "sum", "none"):
+        call = lambda x, w, b, r=reduction: linear_cross_entropy(  # noqa: E731
+            x, w, made["target"], bias=b, reduction=r, chunk=2, softcap=3.0, label_smoothing=0.2
+        )
+        assert torch.autograd.gradcheck(call, (made["x"], made["weight"], made["bias"]))
+
+
+def test_batches_keep_their_shape() -> None:
+    made = inputs(torch.float32, tokens=12)
+    x, target = made["x"].view(3, 4, HIDDEN), made["target"].view(3, 4)
+    losses = linear_cross_entropy(x, made["weight"], target, reduction="none")
+    assert losses.shape == (3, 4) and losses.dtype == torch.float32
+    torch.testing.assert_close(losses.flatten(), written_out(**made, reduction="none"))
+
+
+# --- what isn't held, what isn't computed -----------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that any tensor made within it has."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("reduction", ("mean", "none"))
+def test_no_more_logits_are_there_than_those_of_a_chunk(reduction: str) -> None:
+    made = inputs(torch.float32, tokens=200)
+    for chunk, most in ((10, 10 * CLASSES), (200, 200 * CLASSES)):
+        with Largest() as largest:
+            linear_cross_entropy(**made, reduction=reduction, chunk=chunk).sum().backward()
+        assert largest.elements == max(most, 200 * HIDDEN)
+
+
+def test_a_frozen_head_costs_no_gradient_of_its_own() -> None:
+    made = inputs(torch.float32, bias=True)
+    for frozen in (("weight", "bias"), ("x",)):
+        some = {name: t.detach() if name in frozen else t for name, t in made.items()}
+        for reduction in ("mean", "none"):
+            ours = step(linear_cross_entropy, some, {"reduction": reduction}, torch.float32)
+            theirs = step(written_out, some, {"reduction": reduction}, torch.float32)
+            assert ours.keys() == theirs.keys() and not ours.keys() & set(frozen)
+            torch.testing.assert_close(ours, theirs)
+    with torch.no_grad():
+        assert not linear_cross_entropy(**made).requires_grad
+
+
+def test_the_error_of_the_weights_gradient_does_not_grow_with_the_chunks() -> None:
+    """Summed up in fp32; in the weight's dtype it does, which is why one asks for that."""
+    made = inputs(torch.bfloat16, tokens=512)
+    exact = step(written_out, made, {}, torch.float64)["weight"]
+    error: dict[tuple[str, int], float] = {}
+    for accumulate in ("fp32", "weight"):
+        for chunk in (512, 4):
+            options = {"accumulate": accumulate, "chunk": chunk}
+            ours = step(linear_cross_entropy, made, options, torch.bfloat16)["weight"]
+            assert ours.dtype == torch.bfloat16
+            error[accumulate, chunk] = float((ours.double() - exact).norm() / exact.norm())
+    assert error["fp32", 4] < 1.05 * error["fp32", 512]
+    assert error["weight", 4] > 2 * error["fp32", 4]
+
+
+# --- edges ------------------------------------------------------------------------------------------------------------
+
+
+def test_when_no_token_counts() -> None:
+    made = inputs(torch.float32)
+    made["target"].fill_(-100)
+    assert linear_cross_entropy(**made).isnan() and F.cross_entropy(torch.zeros(2, 3), torch.tensor([-100] * 2)).isnan()
+    loss = linear_cross_entropy(**made, reduction="sum")
+    loss.backward()
+    assert loss == 0 and not made["x"].grad.any() and not made["weight"].grad.any()
+
+
+def test_without_tokens() -> None:
+    made = inputs(torch.float32, tokens=0)
+    linear_cross_entropy(**made, reduction="sum").backward()
+    assert made["x"].grad.shape == (0, HIDDEN) and not made["weight"].grad.any()
+    assert linear_cross_entropy(**made).isnan()
+
+
+def test_it_follows_autocast() -> None:
+    made = inputs(torch.float32, bias=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        results = [step(function, made, {}, torch.float32) for function in (linear_cross_entropy, written_out)]
+    assert all(result["weight"].dtype == torch.float32 for result in results)
+    torch.testing.assert_close(*results, rtol=2e-2, atol=2e-2)
+
+
+def test_a_gradient_of_the_gradient_is_an_error() -> None:
+    made = inputs(torch.float32)
+    for reduction in ("mean", "none"):
+        loss = linear_cross_entropy(**made, reduction=reduction).sum()
+        with pytest.raises(RuntimeError, match="can't be differentiated again"):
+            torch.autograd.grad(loss, made["x"], create_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weight": torch.zeros(CLASSES, 9)}, r"x is \(13, 8\) and weight \(37, 9\); wanted \[..., H\] and \[V, H\]"),
+        ({"target": torch.zeros(12, dtype=torch.int64)}, r"target is \(12,\); wanted \(13,\)"),
+        ({"target": torch.zeros(13, dtype=torch.int32)}, "target is torch.int32; wanted torch.int64"),
+        ({"weight": torch.zeros(CLASSES, 8, dtype=torch.float16)}, "x is torch.float32 and weight torch.float16"),
+        ({"bias": torch.zeros(36)}, r"bias is \(36,\); wanted \(37,\)"),
+        ({"bias": torch.zeros(37, dtype=torch.float64)}, "bias is torch.float64; wanted torch.float32, as x"),
+        ({"class_weight": torch.zeros(1)}, r"class_weight is \(1,\); wanted \(37,\)"),
+        ({"reduction": "avg"}, "reduction is 'avg'; wanted 'none', 'mean' or 'sum'"),
+        ({"label_smoothing": 1.5}, "label_smoothing is 1.5; wanted 0 to 1"),
+        ({"softcap": 0.0}, "softcap is 0.0; wanted a positive number or None"),
+        ({"accumulate": "bf16"}, "accumulate is 'bf16'; wanted 'fp32' or 'weight'"),
+        ({"chunk": 0}, "chunk is 0; wanted a positive number or None"),
+    ],
+)
+def test_bad_input(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"linear_cross_entropy: {message}"):
+        linear_cross_entropy(**{**inputs(torch.float32), **changes})
+
+
+def test_a_class_that_there_is_not() -> None:
+    made = inputs(torch.float32)
+    made["target"][1] = CLASSES
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds|out of range"):
+        linear_cross_entropy(**made)
