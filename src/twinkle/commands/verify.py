@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from twinkle.commands.console import CommandError, first_line, print_json, progress, quiet_logs, show, stdout
 from twinkle.commands.models import ModelSource, find_model
 from twinkle.commands.options import mapping_for, parse_chain, parse_device, parse_dtype
-from twinkle.kernel.report import short
-from twinkle.kernel.report_text import reasons_blocks, unimplemented_line
+from twinkle.kernel.report_text import reasons_blocks, short, unimplemented_line
 from twinkle.layout import Block, paragraph, table
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from twinkle.kernel.journal import Journal, Patch, PatchConflict, enter_model, p
 from twinkle.kernel.outside import changed_outside, snapshot
 from twinkle.kernel.plan import EntryPlan, Pick, Plan, served_by
 from twinkle.kernel.reclass import Method, installed_on
-from twinkle.kernel.report import Row, short
+from twinkle.kernel.report_text import short
+from twinkle.kernel.rows import Row
 from twinkle.kernel.targets import Site
 from twinkle.kernel.undo import Transaction, transaction
 from twinkle.reasons import Reason

@@ -11,7 +11,7 @@ from twinkle.kernel.hub import HubRef
 from twinkle.kernel.install import Kernel, kernel_for
 from twinkle.kernel.journal import patch_of
 from twinkle.kernel.registry import Availability, KernelChoice, KernelImpl
-from twinkle.kernel.report import Tried
+from twinkle.kernel.rows import Tried
 from twinkle.kernel.targets import ModelIndex, Site, Target
 from twinkle.kernel.verify import fits_in_place
 from twinkle.reasons import Reason

@@ -19,7 +19,7 @@ from twinkle.kernel.undo import active_transaction, transaction
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
-    from twinkle.kernel.report import Row
+    from twinkle.kernel.rows import Row
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +183,7 @@ def default_installer(model: nn.Module, target: Any, impl: Any) -> int:
 
 
 def _install_everywhere(model: nn.Module, target: Any, impl: Any) -> int:
-    from twinkle.kernel.report import Row
+    from twinkle.kernel.rows import Row
     from twinkle.kernel.targets import ModelIndex
 
     if not isinstance(target, Target):

@@ -19,7 +19,7 @@ from twinkle.reasons import Reason
 if TYPE_CHECKING:
     from torch import nn
 
-    from twinkle.kernel.report import Row
+    from twinkle.kernel.rows import Row
 
 ABSENT = object()
 """Stands for the value of an attribute that an object doesn't have."""

@@ -20,7 +20,7 @@ from twinkle.kernel.journal import patch_of
 from twinkle.kernel.plugins import load_plugins
 from twinkle.kernel.probe import variant_of
 from twinkle.kernel.registry import Availability, KernelChoice
-from twinkle.kernel.report import Row, Tried, Uncovered
+from twinkle.kernel.rows import Row, Tried, Uncovered
 from twinkle.kernel.targets import ModelIndex, Site, Target, Unresolved, describe, holders_of, resolve_target
 from twinkle.kernel.uncovered import uncovered_of
 from twinkle.kernel.verify import check_site

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from twinkle.kernel.journal import Journal
-    from twinkle.kernel.report import Row
+    from twinkle.kernel.rows import Row
 
 _MARK = "_twinkle_installed"
 

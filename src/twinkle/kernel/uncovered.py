@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from twinkle.kernel import registry
 from twinkle.kernel.probe import variant_of
-from twinkle.kernel.report import Uncovered
+from twinkle.kernel.rows import Uncovered
 from twinkle.kernel.targets import ModelIndex, Unresolved, resolve_target
 from twinkle.reasons import Reason
 
