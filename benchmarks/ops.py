@@ -17,7 +17,7 @@ from twinkle.layout import plain, width_of_terminal
 def report(run: Run) -> str:
     """A table per op, a column per candidate; then who was not measured, and how the default mapping did."""
     copy_speed = run.ceilings.get("copy_gb_per_s") if run.device.type != "cpu" else None
-    return plain(view.blocks(run.results, copy_speed, width_of_terminal()))
+    return plain(view.blocks(run.results, copy_speed, width_of_terminal(), quick=run.settings["quick"]))
 
 
 def main(argv: list[str] | None = None) -> Run:

@@ -86,7 +86,7 @@ STEP_COLUMNS = ("peak_memory_gb", "gpu_busy_ms", "kernels", "first_step_s")
 
 
 def step(files: Files, text: dict[str, str], device: str) -> str:
-    """A line per candidate, and two plots."""
+    """Who was measured, a line per candidate, and two plots."""
     name = f"{device}/step"
     if name not in files:
         return _missing(name, text)
@@ -110,10 +110,10 @@ def step(files: Files, text: dict[str, str], device: str) -> str:
         for what, (figure, *_) in STEP_PLOTS.items()
         if figure in figures_there
     ]
+    whos = [f"- `{who}`: {text[f'who {who}']}" for who in dict.fromkeys(row.who for row in found.results)]
     notes = [f"- {row.who}: {row.note}" for row in found.results if row.note]
-    return "\n\n".join(
-        [_run_line(name, found, text), *plots, markdown_table(header, rows, 2), "\n".join(notes)]
-    ).rstrip()
+    table = markdown_table(header, rows, 2)
+    return "\n\n".join([_run_line(name, found, text), "\n".join(whos), *plots, table, "\n".join(notes)]).rstrip()
 
 
 def kernelize(files: Files, text: dict[str, str], device: str) -> str:

@@ -21,7 +21,7 @@ from tests.support.results import check_schema
 from twinkle.bench import clocks
 from twinkle.bench import ops as measuring
 from twinkle.bench.cases import CASES, LARGE, OPS, SMALL, Nothing, all_items, host_items, traffic_mb
-from twinkle.bench.results import Result, read
+from twinkle.bench.results import Result, Run, read
 from twinkle.kernel import DEFAULT_KERNEL_CONFIG
 from twinkle.kernel.ops.torch_support import FASTER
 from twinkle.kernel.testing import with_backends
@@ -63,8 +63,18 @@ def test_ops_runs_from_the_root_of_the_repository(tmp_path):
 
 def test_ops_stops_when_its_time_is_up(capsys):
     run = ops.main([*QUICK, "--op", "rms_norm", "--budget", "0"])
-    assert {(r.ms, r.note) for r in run.results} == {(None, "out of time")}
-    assert "out of time" in capsys.readouterr().out
+    assert {(r.who, r.ms, r.note) for r in run.results} == {("all", None, measuring.OUT_OF_TIME)}
+    assert "\n  6 more cases of rms_norm: out of time, a larger --budget gives more\n" in capsys.readouterr().out
+
+
+def test_a_compiler_that_there_is_no_time_for_is_named(monkeypatch):
+    monkeypatch.setattr(measuring, "_measured", lambda item, device, *, compiled, **settings: [])
+    clock = iter([0.0, *[70.0] * 99])
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: next(clock))
+    run = Run("ops", CPU)
+    items = [item for item in all_items(["geglu"], CPU) if not item.small]
+    measuring.measure_all(run, items, budget=100, quick=False, compiled=True, progress=lambda *a: None)
+    assert {(r.who, r.note) for r in run.results} == {("inductor", measuring.OUT_OF_TIME)}
 
 
 def test_host_measures_the_floors_too_but_judges_them_by_nothing(tmp_path):

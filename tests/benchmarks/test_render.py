@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("torch")
 
 from benchmarks import plots, render, sections
+from benchmarks.step import CANDIDATES
 from benchmarks.texts import TEXTS
 from tests.support.results import row
 from twinkle.bench.results import Result, ResultFile
@@ -91,9 +92,16 @@ def test_a_step_becomes_a_table_and_two_plots(language):
     ]
     files = {"cuda/step": ResultFile(run_of("GPU"), tuple(rows))}
     text = sections.step(files, TEXTS[language], "cuda")
+    described = re.findall(r"^- `(.*)`: ", text, re.MULTILINE)
+    assert described == ["hf", "twinkle", "liger"], "who has no row isn't explained"
     assert "90,000 (2.00x)" in text and "5031" in text and "- liger: not here" in text
     assert sections.plots(files, TEXTS[language]).keys() == {"step-cuda-speed.svg", "step-cuda-memory.svg"}
     assert all(f"plots/step-cuda-{what}.svg" in text for what in ("speed", "memory"))
+
+
+def test_every_candidate_of_a_step_can_be_explained():
+    for text in TEXTS.values():
+        assert {key.removeprefix("who ") for key in text if key.startswith("who ")} == CANDIDATES.keys()
 
 
 def test_the_chains_name_the_figure_that_decided_them():

@@ -119,7 +119,7 @@ def test_the_verdict_names_where_the_default_mapping_loses():
     slow = [row("hf", 1.0, "rotary/slow/f"), row("triton", 2.0, "rotary/slow/f", chosen=True)]
     first, second = view.verdict([*fast, *slow])
     assert first.endswith("in 1 of 2 cases.")
-    assert second == "Slower than the original: triton for rotary/slow/f 9x9 float32 (0.50x)."
+    assert second == "Slower than the original: triton for rotary/slow 9x9 float32 f (0.50x)."
 
 
 def test_a_table_marks_the_best_and_the_chosen_and_judges_no_floor():

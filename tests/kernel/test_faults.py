@@ -252,6 +252,20 @@ def test_a_function_that_fails_when_it_is_called_is_named(model: toys.ToyModel) 
     assert "rope" in raised.value.__notes__[0] and report(model).rows[0].errors == 1
 
 
+def test_a_function_that_calls_itself_by_the_originals_name(model: toys.ToyModel) -> None:
+    """The natural way to wrap it; one note says what to do, however deep it went."""
+
+    def rope(q, k, cos, sin, unsqueeze_dim=1):  # type: ignore[no-untyped-def]
+        return toys.apply_rope(q, k, cos, sin, unsqueeze_dim)
+
+    kernelize(model, {ROPE: rope})
+    with pytest.raises(RecursionError) as raised:
+        model(toys.toy_input())
+    (note,) = raised.value.__notes__
+    assert "installed in the place of apply_rope" in note and "keep the original first" in note
+    assert report(model).rows[0].errors > 1
+
+
 @pytest.mark.parametrize(
     ("answer", "words"), [(boom, "accepts_call() raised RuntimeError: boom"), (lambda *args: False, "False")]
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -183,6 +184,19 @@ def test_what_somebody_else_put_on_top_is_told(qwen3: nn.Module, monkeypatch: py
     assert "since" not in norm.why() + rotary.why()
 
 
+def test_a_module_that_is_changed_afterwards_is_told(qwen3: nn.Module) -> None:
+    """Another activation: the kernel still computes the old one, until kernelize looks anew."""
+    kernelize(qwen3, {NORM: choice("rms_norm"), MLP: choice("swiglu")})
+    norm, mlp = report(qwen3).rows
+    qwen3.model.norm.variance_epsilon = 1e-3  # which the kernel reads at each call
+    before = list(report(qwen3).rows[1].notes)
+    qwen3.model.layers[0].mlp.act_fn = nn.GELU()
+    (note,) = report(qwen3).rows[1].notes
+    assert before == [] and note.startswith("1 of the modules have been changed since") and norm.notes == []
+    kernelize(qwen3, {MLP: choice("swiglu")})
+    assert [(row.instances, row.notes) for row in report(qwen3).rows if row.state == "installed"] == [(9, []), (1, [])]
+
+
 def test_a_class_that_is_changed_afterwards_is_told(qwen3: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """The modules don't see the change: kernelize looks anew."""
     kernelize(qwen3, {NORM: choice("rms_norm"), MLP: choice("swiglu")})
@@ -195,6 +209,29 @@ def test_a_class_that_is_changed_afterwards_is_told(qwen3: nn.Module, monkeypatc
         assert norm.why().endswith("kernelize again to decide anew") and "since" not in mlp.why()
     report(qwen3)
     assert "since" not in norm.why()
+
+
+@pytest.mark.parametrize("value", (None, 3, "qwen3", nn.Linear))
+def test_a_report_on_what_is_no_model(value: Any) -> None:
+    for function, name in ((report, "report"), (unkernelize, "unkernelize"), (plan, "kernelize")):
+        with pytest.raises(ValueError, match=f"{name} needs an nn.Module, got"):
+            function(value)
+
+
+# --- devices --------------------------------------------------------------------------------------------------------
+
+
+def test_a_device_may_have_a_platforms_name(qwen3: nn.Module) -> None:
+    assert plan(qwen3, device="nvidia").device == plan(qwen3, device="cuda").device == "cuda"
+    assert plan(qwen3, device="cuda:1").device == "cuda:1"
+    for device, words in (
+        ("npu", "PyTorch knows no device 'npu' here: the package torch_npu is not installed"),
+        ("mlu590:0", "PyTorch knows no device 'mlu' here: the package torch_mlu is not installed"),
+        ("cudda", "no such device; did you mean 'cuda'?"),
+        ("cuda:x", "no such device"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"device={device!r}: {words}")):
+            plan(qwen3, device=device)
 
 
 # --- again ----------------------------------------------------------------------------------------------------------

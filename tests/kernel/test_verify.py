@@ -295,6 +295,55 @@ def test_the_users_own_classes_are_judged_too(qwen3: nn.Module) -> None:
     assert report(qwen3).rows[0].state == "installed"
 
 
+class Tuple(modeling_qwen3.Qwen3RMSNorm):
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        return (super().forward(hidden_states),)
+
+
+class Nothing(modeling_qwen3.Qwen3RMSNorm):
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [
+        (Tuple, "it returns a tuple of 1 where the original returns a tensor"),
+        (Nothing, "it returns None, not a tensor or a tuple"),
+    ],
+)
+def test_what_is_returned_has_the_originals_structure(qwen3: nn.Module, layer: type[nn.Module], words: str) -> None:
+    """Of the user's own class always, of an op's backend when it is verified."""
+    kernelize(qwen3, {NORM: layer})
+    (row,) = report(qwen3).rows
+    assert row.state == "refused" and words in row.why()
+    register_backend("rms_norm", "mine", KernelImpl(lambda target: layer, lambda: (True, None)))
+    kernelize(qwen3, {NORM: KernelChoice("rms_norm", ("mine",))}, verify=True)
+    (row,) = report(qwen3).rows
+    assert row.state == "failed" and words in row.why()
+
+
+def test_what_cannot_be_judged_is_a_warning_and_under_strict_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    class Relu(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.relu()
+
+    class Wrong(Relu):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.relu() + 1
+
+    model = nn.Sequential(Relu())
+    with pytest.raises(ValueError, match="Relu can't be verified: .*nothing knows small inputs.*leave out verify"):
+        kernelize(model, {Relu: Wrong}, verify=True, strict=True)
+    assert report(model).rows == [] and not caplog.records
+    kernelize(model, {Relu: Wrong}, verify=True)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "installed, but custom: not verified" in record.getMessage()
+    unkernelize(model)
+    kernelize(model, {Relu: Wrong}, strict=True)  # nobody asked for a comparison
+    assert report(model).rows[0].state == "installed"
+
+
 def test_what_cannot_be_judged_is_installed_and_told(qwen3: nn.Module) -> None:
     class Doubled(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

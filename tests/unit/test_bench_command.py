@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -16,7 +17,8 @@ from typer.testing import CliRunner
 
 pytest.importorskip("transformers")
 
-from tests.support.results import check_schema
+from tests.support.results import check_schema, row
+from twinkle.bench import clocks
 from twinkle.bench import ops as measuring
 from twinkle.bench.results import Result, read
 from twinkle.cli import app
@@ -33,8 +35,8 @@ def run(*arguments: str, columns: int = 200) -> Any:
 
 
 def test_it_prints_a_table_and_writes_the_results(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "bench.json"
-    result = run(*QUICK, "--json", str(path))
+    path = tmp_path / "bench.json"
+    result = run(*QUICK, "--output", str(path))
     assert result.exit_code == 0, result.output
     check_schema(json.loads(path.read_text()))
     rows = read(path).results
@@ -44,9 +46,33 @@ def test_it_prints_a_table_and_writes_the_results(tmp_path: Path) -> None:
     assert header.split()[:5] == ["op", "shape", "dtype", "pass", "hf"] and "F.rms_norm" in header
     measured = [line for line in lines if re.match(r"rms_norm/\w+ +64x128 ", line)]
     assert len(measured) == 12  # 3 variants, 2 dtypes, forward and with backward
-    assert "hat the default mapping takes is the fastest" in result.stdout
     assert f"written: {path}" in result.stdout
     assert any(row.ms for row in rows if row.who == "liger") or "liger for rms_norm: " in result.stdout
+
+
+def test_a_quick_run_judges_nothing_and_says_what_it_left_out() -> None:
+    text = " ".join(run(*QUICK).stdout.split())
+    assert "A quick run shows that everything runs." in text and "inductor was left out: --quick" in text
+    assert "at best: " not in text and "is the fastest" not in text and "Slower than" not in text
+
+
+def test_a_whole_run_is_judged_in_the_words_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"hf": 1.0, "torch": 2.0}
+    rows = [row(who, ms, "rotary/llama/fb", chosen=who == "torch") for who, ms in times.items()]
+    monkeypatch.setattr(measuring, "measure", lambda *arguments, **settings: rows)
+    monkeypatch.setattr(clocks, "ceilings", lambda *arguments: {"copy_gb_per_s": 9.0})
+    text = run("--device", "cpu", "--op", "geglu", "--no-inductor").stdout
+    assert "at best: 9 GB/s (copy)" in text and "inductor was left out: as asked." in text
+    assert "Slower than the original: torch for rotary/llama 9x9 float32 f+b (0.50x)" in text and "/fb" not in text
+
+
+def test_json_is_pure_and_can_be_kept_too(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    result = run(*QUICK, "--json", "--output", str(path))
+    assert result.exit_code == 0 and not result.stderr
+    printed, written = json.loads(result.stdout), json.loads(path.read_text())
+    check_schema(printed)
+    assert printed["results"] == written["results"]
 
 
 def test_no_line_is_cut_on_a_narrow_terminal() -> None:
@@ -64,6 +90,31 @@ def test_a_backend_of_somebody_else_takes_part(own_registry: None) -> None:
     assert "mine" in header
 
 
+def test_a_plug_in_takes_part_though_nothing_asked_for_it_before(tmp_path: Path) -> None:
+    """CONTRIBUTING's example, installed, in a fresh process."""
+    (tmp_path / "my_kernels.py").write_text(
+        "from torch import nn\n"
+        "from torch.nn.functional import rms_norm\n"
+        "from twinkle.kernel.registry import KernelImpl, register_backend\n"
+        "class MyRMSNorm(nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)\n"
+        "def register():\n"
+        "    impl = KernelImpl(lambda target, site: MyRMSNorm, lambda: (True, None), lambda site: None)\n"
+        "    register_backend('rms_norm', 'mine', impl)\n"
+    )
+    metadata = tmp_path / "my_kernels-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-kernels\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[twinkle.kernel_ops]\nmine = my_kernels:register\n")
+    program = f"import twinkle.cli; twinkle.cli.app({['bench', *QUICK]!r})"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "COLUMNS": "200"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (header,) = (line for line in done.stdout.splitlines() if line.startswith("op "))
+    assert "mine" in header.split()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -71,7 +122,9 @@ def test_a_backend_of_somebody_else_takes_part(own_registry: None) -> None:
         (("--op", "rotary,moe_experts"), "op 'moe_experts' has no benchmark yet; those that have: rms_norm, "),
         (("--device", "tpu"), "unknown device 'tpu'; did you mean 'xpu'?"),
         (("--device", "xpu"), "no device 'xpu' here: "),
-        (("--device", "cpu", "--json", "/"), "--json /: Is a directory"),
+        (("--device", "cpu", "--output", "/"), "--output /: Is a directory; name a file that can be written"),
+        (("--output", "no_such/b.json"), "--output no_such/b.json: there is no folder no_such; make it first"),
+        (("--op", ","), "--op ',' names nothing; leave it out, or give names: --op A,B"),
     ],
 )
 def test_what_the_user_can_mend_is_one_line(arguments: tuple[str, ...], message: str) -> None:
@@ -117,7 +170,7 @@ def test_an_interrupted_run_shows_and_keeps_what_it_has(monkeypatch: pytest.Monk
         return measure(*arguments, **settings)
 
     monkeypatch.setattr(measuring, "measure", impatient)
-    result = run(*QUICK, "--json", str(tmp_path / "part.json"))
+    result = run(*QUICK, "--output", str(tmp_path / "part.json"))
     assert result.exit_code == 130
     assert "rms_norm/llama" in result.stdout
     found = read(tmp_path / "part.json")

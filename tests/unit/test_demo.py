@@ -40,7 +40,7 @@ def shown(outcome: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     def show(changed: Outcome = outcome, *arguments: str) -> tuple[Any, str]:
         monkeypatch.setattr(command, "train_both", lambda *given: changed)
-        file = tmp_path / "new folder" / "demo.html"
+        file = tmp_path / "demo.html"
         result = CliRunner().invoke(app, ["demo", "--html", str(file), "--device", "cpu", *arguments])
         return result, file.read_text(encoding="utf-8")
 
@@ -81,11 +81,36 @@ def test_the_terminal_shows_plan_curves_figures_and_checks(outcome: Outcome, sho
     assert result.exit_code == 0, result.output
     for part in ("qwen3.Qwen3RMSNorm", "The chain torch serves", "tokens per second", "peak memory", "Undone"):
         assert part in result.output
-    for part in ("would install", "not implemented yet for this machine: sdpa_attention", "(twinkle-kernel plan --all"):
+    for part in ("would install", "the chain names exists yet for sdpa_attention", "(twinkle-kernel plan --all"):
         assert part in result.output
     first, last = outcome.original.losses[0], outcome.original.losses[-1]
     assert f"original    {first:.4f}" in result.output and f"{last:.4f}\n" in result.output
     assert "demo.html" in result.output and "FAILED" not in result.output
+
+
+@pytest.mark.parametrize("columns", [50, 80])
+def test_checks_fit_the_terminal_and_hang(columns: int, outcome: Outcome, shown: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    result, _ = shown()
+    lines = result.output.partition("\nChecks\n")[2].partition("\n\n")[0].splitlines()
+    assert max(map(len, lines)) <= columns and len(lines) > len(outcome.checks())
+    assert all(line.startswith(("ok     ", " " * 9)) for line in lines), lines
+
+
+def test_one_step_is_no_steps(outcome: Outcome) -> None:
+    losses = outcome.original.losses[:2]
+    original, kernelized = (replace(r, losses=r.losses[:2]) for r in (outcome.original, outcome.kernelized))
+    two = replace(outcome, original=original, kernelized=kernelized, orders=[losses, losses])
+    assert "1 step; " in next(check.detail for check in two.checks() if check.name.startswith("Later steps"))
+
+
+def test_the_page_goes_to_a_folder_of_its_own_by_default(
+    outcome: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "train_both", lambda *given: outcome)
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(app, ["demo", "--device", "cpu"]).exit_code == 0
+    assert (tmp_path / "out" / "demo.html").exists()
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -133,7 +158,11 @@ def test_the_page_holds_both_curves_and_loads_nothing(outcome: Outcome, shown: A
     assert sum(tag == "circle" for tag, _ in reader.tags) == outcome.steps - 1
     assert any(attributes.get("name") == "viewport" for tag, attributes in reader.tags if tag == "meta")
     assert "all 5 checks passed" in reader.text and "qwen3.Qwen3RMSNorm" in reader.text
-    for part in ("would install", "not implemented yet for this machine: sdpa_attention", "process: the function"):
+    for part in (
+        "would install",
+        "no backend that the chain names exists yet for sdpa_attention",
+        "process: the function",
+    ):
         assert part in reader.text
     assert "131 more" not in reader.text and ">sdpa<" not in source, "what concerns no part of this model"
 

@@ -8,11 +8,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from twinkle.kernel import KernelChoice, plugins, registry
-from twinkle.kernel.registry import resolve_impl
+from twinkle.kernel.registry import KernelImpl, resolve_impl
 from twinkle.kernel.report import plan
 
 pytestmark = pytest.mark.usefixtures("own_registry")
@@ -86,6 +87,23 @@ def test_a_known_op_does_not_import_plugins_but_a_plan_does(install: Callable[..
     assert "plugin_two" not in sys.modules
     plan(nn.Linear(1, 1), {})
     assert "plugin_two" in sys.modules and "theirs_backend" in registry.backends_of("rms_norm")
+
+
+@pytest.mark.usefixtures("not_scanned")
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda: registry.backends_of("rms_norm"),
+        lambda: (
+            {"theirs_backend": 1} if isinstance(registry.get_impl("rms_norm", "theirs_backend"), KernelImpl) else {}
+        ),
+        lambda: registry.ops()["rms_norm"].implementations,
+        lambda: [resolve_impl("rms_norm", ("theirs_backend",))[1]],
+    ],
+)
+def test_whoever_asks_for_backends_first_sees_those_of_plugins(install: Callable[..., None], ask: Any) -> None:
+    install("plugin_first")
+    assert "theirs_backend" in ask()
 
 
 def test_a_plugin_installed_later_is_seen_after_a_refresh(install: Callable[..., None], tmp_path: Path) -> None:

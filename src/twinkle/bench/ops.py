@@ -18,7 +18,7 @@ import torch
 
 from twinkle.bench.cases import Case, Item, Subject, name, sizes, traffic_mb
 from twinkle.bench.clocks import Call, clock_for, host_clock_for, interleaved
-from twinkle.bench.results import ORIGINAL, Result, Run, percentiles
+from twinkle.bench.results import EVERYBODY, ORIGINAL, Result, Run, percentiles
 from twinkle.kernel import DEFAULT_KERNEL_CONFIG, KernelChoice, registry
 from twinkle.kernel.install import Kernel, kernel_for
 from twinkle.kernel.ops.worthwhile import every_size
@@ -31,6 +31,8 @@ TEST_BACKENDS = ("loopback", "refuse")
 COMPILED = "inductor"
 WRONG = "wrong result: "
 """How the note of a candidate begins that computes something else than the original."""
+
+OUT_OF_TIME = "out of time, a larger --budget gives more"
 
 # --- who is measured --------------------------------------------------------------------------------------------------
 
@@ -244,15 +246,19 @@ def measure_all(
         label = f"{item.case.op}/{item.case.variant}"
         progress(number, len(items), f"{label} {sizes(item.shape)} {name(item.dtype)}")
         if left <= 0:
-            run.results.append(_skipped(item, "out of time"))
+            run.results.append(_skipped(item, OUT_OF_TIME))
             continue
+        wants_compiler = compiled and not (quick or item.small)
+        in_time = left > budget / 3
         run.results += _measured(
             item,
             run.device,
             seconds=min(6.0, left / (len(items) - number) / 2),
             rounds=3 if quick else 40,
-            compiled=compiled and not (quick or item.small) and left > budget / 3,
+            compiled=wants_compiler and in_time,
         )
+        if wants_compiler and not in_time:
+            run.results.append(_skipped(item, OUT_OF_TIME, COMPILED))
     progress(len(items), len(items), "done")
 
 
@@ -263,6 +269,6 @@ def _measured(item: Item, device: torch.device, **settings: Any) -> list[Result]
         return [_skipped(item, "the device's memory is too small for it")]
 
 
-def _skipped(item: Item, why: str) -> Result:
+def _skipped(item: Item, why: str, who: str = EVERYBODY) -> Result:
     case = f"{item.case.op}/{item.case.variant}/f"
-    return Result(case, ORIGINAL, sizes(item.shape), name(item.dtype), note=why)
+    return Result(case, who, sizes(item.shape), name(item.dtype), note=why)

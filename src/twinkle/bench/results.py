@@ -25,6 +25,9 @@ PACKAGES = {"torch": "torch", "triton": "triton", "transformers": "transformers"
 ORIGINAL = "hf"
 """The candidate that all others are compared with: what transformers does."""
 
+EVERYBODY = "all"
+"""Stands for all candidates of a case that was not measured."""
+
 FIGURES = {
     "traffic_mb": "memory traffic that can't be avoided, in MB: every input read once, every output written once",
     "floor": "1 where the candidate computes something else and is there to show what the least work costs",
@@ -47,7 +50,8 @@ class Result:
     Attributes:
         case: what was measured, parts divided by ``/``; for an op ``op/variant/f`` (forward, without gradients) or
             ``op/variant/fb`` (forward and backward), for a training step ``step/model``.
-        who: the candidate: ``hf`` is what transformers does, other names are backends or libraries.
+        who: the candidate: ``hf`` is what transformers does, other names are backends or libraries; ``all`` where the
+            whole case was not measured.
         shape: for people and for grouping, e.g. ``2048x1024``.
         dtype: e.g. ``bfloat16``; ``-`` where there is none.
         ms: ``{"p20", "p50", "p80"}`` in milliseconds until the work is done; None when it was not measured.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from twinkle import layout
-from twinkle.bench.results import ORIGINAL, Result, medians, significant
+from twinkle.bench.results import EVERYBODY, ORIGINAL, Result, medians, significant
 from twinkle.layout import EMPTY_LINE, Block, paragraph
 
 PASSES = {"f": "f", "fb": "f+b"}
@@ -100,12 +100,21 @@ def factor(value: float) -> str:
     return f"{value:.2f}x" if value < 9.995 else f"{value:.1f}x"
 
 
-def blocks(results: Sequence[Result], copy_gb_per_s: float | None, width: int) -> Iterator[Block]:
+QUICK = (
+    "A quick run shows that everything runs. Its tensors are so small that the figures say nothing about what a model "
+    "gains, so nothing is concluded from them."
+)
+
+
+def blocks(
+    results: Sequence[Result], copy_gb_per_s: float | None, width: int, *, quick: bool = False
+) -> Iterator[Block]:
     """Everything: a table per op, who was not measured and why, and how the default mapping did.
 
     Args:
         copy_gb_per_s: see :func:`tables`.
         width: columns of the terminal.
+        quick: whether the sizes were toys, from which nothing follows.
     """
     found = tables(results, copy_gb_per_s)
     for one in found:
@@ -121,9 +130,11 @@ def blocks(results: Sequence[Result], copy_gb_per_s: float | None, width: int) -
     if reasons:
         yield Block(["not measured"], "bold")
         for (who, why), ops in reasons.items():
-            yield Block(paragraph(f"{who} for {', '.join(ops)}: {why}", width, indent=2))
+            cases = sum((result.who, result.note) == (who, why) for result in results)
+            what = f"{cases} more cases of" if who == EVERYBODY else f"{who} for"
+            yield Block(paragraph(f"{what} {', '.join(ops)}: {why}", width, indent=2))
         yield EMPTY_LINE
-    for sentence in verdict(results):
+    for sentence in [QUICK] if quick else verdict(results):
         yield Block(paragraph(sentence, width))
 
 
@@ -138,7 +149,7 @@ def _laid_out(found: Table, width: int) -> list[Block]:
 
 
 def why_not(results: Iterable[Result]) -> dict[tuple[str, str], list[str]]:
-    """``(who, reason)`` -> the ops for which a candidate was not measured."""
+    """``(who, reason)`` -> the ops for which a candidate was not measured, in at least one case."""
     found: dict[tuple[str, str], list[str]] = {}
     for result in results:
         if result.note and not result.ms:
@@ -157,7 +168,9 @@ def verdict(results: Iterable[Result]) -> list[str]:
         picked = next((who for who, row in rows.items() if row.chosen), None)
         if picked is not None and ORIGINAL in times:
             of_original, of_best = times[ORIGINAL] / times[picked], min(times.values()) / times[picked]
-            by_size[small].append((f"{picked} for {case} {shape} {dtype}", of_original, of_best))
+            name, _, direction = case.rpartition("/")
+            what = f"{picked} for {name} {shape} {dtype} {PASSES.get(direction, direction)}"
+            by_size[small].append((what, of_original, of_best))
     sentences = []
     for small, found in by_size.items():
         if not found:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from twinkle.commands.console import CommandError, first_line, progress, quiet_logs, stdout
+from twinkle.commands.console import CommandError, first_line, print_json, progress, quiet_logs, stdout
 from twinkle.commands.console import show as print_blocks
-from twinkle.commands.options import parse_device
+from twinkle.commands.options import check_writable, parse_device, parse_names
 from twinkle.layout import EMPTY_LINE, Block, paragraph
 from twinkle.reasons import did_you_mean
 
@@ -20,7 +20,14 @@ WRONG_RESULT, NOTHING_MEASURED, INTERRUPTED = 1, 3, 130
 
 
 def run(
-    *, ops: Sequence[str] | None, device: str | None, budget: float, quick: bool, inductor: bool, json: Path | None
+    *,
+    ops: Sequence[str] | None,
+    device: str | None,
+    budget: float,
+    quick: bool,
+    inductor: bool,
+    output: Path | None,
+    as_json: bool,
 ) -> int:
     """Measures and prints; the exit code is 1 when a kernel's result is wrong, 3 when nothing could be measured.
 
@@ -31,14 +38,17 @@ def run(
         raise CommandError("bench times classes of transformers, which isn't installed: pip install transformers")
     chosen, how = parse_device(device, present=True)
     wanted = parse_ops(ops)
-    if json is not None:
-        _writable(json)
-    measured, interrupted = _measure(chosen, wanted, budget=budget, quick=quick, inductor=inductor)
-    if json is not None:
-        measured.write(json)
-    show(measured, how)
-    if json is not None:
-        stdout().print(f"written: {json}")
+    if output is not None:
+        check_writable("--output", output)
+    measured, interrupted = _measure(chosen, wanted, budget=budget, quick=quick, inductor=inductor, without_bar=as_json)
+    if output is not None:
+        measured.write(output)
+    if as_json:
+        print_json(measured.to_dict())
+    else:
+        show(measured, how)
+        if output is not None:
+            stdout().print(f"written: {output}", soft_wrap=True)
     if interrupted:
         return INTERRUPTED
     return exit_code(measured)
@@ -53,7 +63,7 @@ def parse_ops(names: Sequence[str] | None) -> list[str]:
     from twinkle.bench.cases import OPS
     from twinkle.kernel import registry
 
-    wanted = [name.strip() for part in names or () for name in part.split(",") if name.strip()]
+    wanted = parse_names("--op", names)
     for name in wanted:
         if name in OPS:
             continue
@@ -63,17 +73,9 @@ def parse_ops(names: Sequence[str] | None) -> list[str]:
     return list(dict.fromkeys(wanted)) or list(OPS)
 
 
-def _writable(path: Path) -> None:
-    """Before minutes are spent on what then can't be kept."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a"):
-            pass
-    except OSError as error:
-        raise CommandError(f"--json {path}: {error.strerror}: give a file that can be written") from None
-
-
-def _measure(device: str, ops: list[str], *, budget: float, quick: bool, inductor: bool) -> tuple[Run, bool]:
+def _measure(
+    device: str, ops: list[str], *, budget: float, quick: bool, inductor: bool, without_bar: bool
+) -> tuple[Run, bool]:
     """What was measured, and whether the user had enough of it."""
     import torch
 
@@ -90,16 +92,16 @@ def _measure(device: str, ops: list[str], *, budget: float, quick: bool, inducto
         raise CommandError(
             f"no tensor can be made on {device}: {first_line(error)}; `twinkle-kernel info` lists what there is"
         ) from None
-    measured = Run("ops", where, {"quick": quick, "budget_s": budget})
+    measured = Run("ops", where, {"quick": quick, "budget_s": budget, "inductor": inductor and not quick})
     items = quick_items(ops) if quick else all_items(ops, where)
-    with progress() as bar, quiet_logs():
+    with progress(without_bar) as bar, quiet_logs():
         task = bar.add_task("what this machine can do at best", total=len(items))
 
         def moved(done: int, total: int, label: str) -> None:
             bar.update(task, completed=done, description=label)
 
         try:
-            measured.ceilings = ceilings(where, quick)
+            measured.ceilings = {} if quick else ceilings(where)
             measure_all(measured, items, budget=budget, quick=quick, compiled=inductor, progress=moved)
         except KeyboardInterrupt:
             measured.settings["interrupted"] = True
@@ -128,7 +130,12 @@ def show(measured: Run, how: str) -> None:
         best = "; ".join(f"{value:g} {_unit(name)}" for name, value in measured.ceilings.items())
         header.append(Block(paragraph(f"at best: {best}", console.width), "dim"))
     copy_speed = measured.ceilings.get("copy_gb_per_s") if measured.device.type != "cpu" else None
-    print_blocks(console, [*header, EMPTY_LINE, *blocks(measured.results, copy_speed, console.width)])
+    quick, left_out = measured.settings["quick"], not measured.settings["inductor"]
+    found = list(blocks(measured.results, copy_speed, console.width, quick=quick))
+    if left_out:
+        why = "--quick compiles nothing" if quick else "as asked"
+        found.append(Block(paragraph(f"inductor was left out: {why}.", console.width)))
+    print_blocks(console, [*header, EMPTY_LINE, *found])
 
 
 def _unit(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twinkle.commands.console import CommandError
@@ -67,14 +68,14 @@ def parse_dtype(text: str | None) -> torch.dtype | None:
 
 
 def parse_chain(backends: Sequence[str] | None) -> tuple[str, ...]:
-    """The backends of ``--backend``, which may be repeated and hold commas; empty when it wasn't given.
+    """The backends of ``--backend``; empty when it wasn't given.
 
     Raises:
-        CommandError: a backend that no op has.
+        CommandError: a backend that no op has, or no name at all.
     """
     from twinkle.kernel import registry
 
-    chain = tuple(name.strip() for part in backends or () for name in part.split(",") if name.strip())
+    chain = tuple(parse_names("--backend", backends))
     known = {name for op in registry.ops() for name in registry.backends_of(op)} | set(registry.KNOWN_BACKENDS)
     for name in chain:
         if name not in known:
@@ -82,6 +83,41 @@ def parse_chain(backends: Sequence[str] | None) -> tuple[str, ...]:
                 f"unknown backend {name!r}{did_you_mean(name, known)}; known: {', '.join(sorted(known))}"
             )
     return chain
+
+
+def parse_names(option: str, given: Sequence[str] | None) -> list[str]:
+    """The names of an option that may be repeated and hold commas; empty when it wasn't given.
+
+    Raises:
+        CommandError: it was given without a name.
+    """
+    names = [name.strip() for part in given or () for name in part.split(",") if name.strip()]
+    if given and not names:
+        raise CommandError(f"{option} {','.join(given)!r} names nothing; leave it out, or give names: {option} A,B")
+    return names
+
+
+def check_writable(option: str, file: Path, may_make: Path | None = None) -> None:
+    """Fails before minutes are spent on what then can't be kept. Nothing is left behind.
+
+    Args:
+        may_make: a folder that is made when it is the file's and isn't there.
+
+    Raises:
+        CommandError: the file's folder isn't there, or nothing can be written.
+    """
+    folder = file.parent
+    try:
+        if folder == may_make:
+            folder.mkdir(exist_ok=True)
+        if not folder.exists():
+            raise CommandError(f"{option} {file}: there is no folder {folder}; make it first, or name another file")
+        existed = file.exists()
+        file.open("a").close()
+        if not existed:
+            file.unlink()
+    except OSError as error:
+        raise CommandError(f"{option} {file}: {error.strerror}; name a file that can be written") from None
 
 
 def mapping_for(chain: tuple[str, ...]) -> Mapping[Any, Any]:

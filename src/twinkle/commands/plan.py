@@ -9,7 +9,7 @@ from typing import Any
 from twinkle.commands.console import count, print_json, progress, quiet_logs, show, stdout
 from twinkle.commands.models import find_model
 from twinkle.commands.options import mapping_for, parse_chain, parse_device, parse_dtype
-from twinkle.kernel.report_text import report_blocks
+from twinkle.kernel.report_text import concerning, report_blocks
 from twinkle.platforms import platform_of
 
 
@@ -45,7 +45,7 @@ def run(
         "device": planned_for,
     }
     if as_json:
-        print_json(facts)
+        print_json(facts if all_rows else {**facts, "rows": concerning(facts["rows"])})
         return 0
     console = stdout()
     parameters = count(facts["parameters"])

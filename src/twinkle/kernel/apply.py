@@ -16,6 +16,7 @@ from twinkle.kernel.report_text import short
 from twinkle.kernel.rows import Row
 from twinkle.kernel.targets import Site
 from twinkle.kernel.undo import Transaction, transaction
+from twinkle.kernel.verify import NOT_VERIFIED
 from twinkle.reasons import Reason
 
 logger = logging.getLogger("twinkle.kernel")
@@ -29,7 +30,8 @@ def apply_plan(plan: Plan, *, strict: bool = False, verify: bool = False) -> Non
     Args:
         plan: made for the model as it is now.
         strict: raise when an entry of the caller's own is not installed at all its sites, or a target is missing.
-        verify: rule out the kernels that are numerically off first.
+        verify: rule out the kernels that are numerically off first; with ``strict``, also raise when an entry of the
+            caller's own can't be verified.
 
     Raises:
         ValueError: ``strict`` isn't met; nothing was changed.
@@ -44,6 +46,7 @@ def apply_plan(plan: Plan, *, strict: bool = False, verify: bool = False) -> Non
                 entry.verify()
         if strict:
             _demand_all(plan.rows())
+            _demand_verified(plan)
     journal = enter_model(plan.model)
     rows: list[Row] = []
     at: EntryPlan | None = None
@@ -61,6 +64,11 @@ def apply_plan(plan: Plan, *, strict: bool = False, verify: bool = False) -> Non
         raise
     _record(plan, journal, rows)
     _log(rows)
+    if verify:
+        for row in rows:
+            for note in row.notes if row.state == "installed" and not row.default else ():
+                if NOT_VERIFIED in note:
+                    logger.warning("%s: installed, but %s", short(row.target), note)
 
 
 _REMEDIES = {"unused": "; leave the entry out for this model, or call kernelize without strict"}
@@ -73,6 +81,13 @@ def _demand_all(rows: Iterable[Row]) -> None:
         if row.state != "installed" and (wanted or row.state == "missing"):
             remedy = _REMEDIES.get(row.state, "")
             raise ValueError(f"strict: {row.target} is not installed: {row.state}: {row.why() or 'no reason'}{remedy}")
+
+
+def _demand_verified(plan: Plan) -> None:
+    for entry in plan.entries:
+        for note in entry.notes if entry.picks and not entry.default else ():
+            if NOT_VERIFIED in note:
+                raise ValueError(f"strict: {entry.label} can't be verified: {note}; leave out verify, or strict")
 
 
 def _failed_row(entry: EntryPlan, error: BaseException) -> Row:

@@ -91,6 +91,7 @@ def counted(
     *,
     accepts_call: Callable[..., str | None] | None = None,
     renamed: dict[str, str] | None = None,
+    place: str | None = None,
 ) -> Callable[..., Any]:
     """``kernel`` with the original's name and signature; counts its calls, and lets the original run where it must.
 
@@ -99,7 +100,8 @@ def counted(
     counted but that it did.
     """
     mark_compiled = assume_constant_result(functools.partial(setattr, counts, "compiled", True))
-    blame = functools.partial(_blame, kernel, original, counts)
+    where = place or str(getattr(original, "__qualname__", type(original).__qualname__))
+    blame = functools.partial(_blame, kernel, where, counts)
     kernel = _taking(kernel, renamed)
     accepts_call = _taking(accepts_call, renamed) if accepts_call else None
 
@@ -139,17 +141,22 @@ def counted(
     return as_original(call, original)
 
 
-def _blame(kernel: Any, original: Any, counts: Counts, error: Exception) -> None:
+_BLAME = "twinkle.kernel: raised in the kernel"
+
+
+def _blame(kernel: Any, place: str, counts: Counts, error: Exception) -> None:
     """Notes on an error which kernel it came from, and how to do without."""
     if type(error).__module__ == "torch.utils.checkpoint":  # how recomputation stops early
         return
     counts.kernel -= 1
     counts.errors += 1
-    name, place = (getattr(f, "__qualname__", type(f).__qualname__) for f in (kernel, original))
-    error.add_note(
-        f"twinkle.kernel: raised in the kernel {kernel.__module__}.{name}, installed in the place of {place}; "
-        "unkernelize(model) brings the original back"
-    )
+    if any(note.startswith(_BLAME) for note in getattr(error, "__notes__", ())):  # by a kernel that this one called
+        return
+    name = getattr(kernel, "__qualname__", type(kernel).__qualname__)
+    remedy = "unkernelize(model) brings the original back"
+    if isinstance(error, RecursionError):
+        remedy += "; does it call the original by name? That calls the kernel again: keep the original first"
+    error.add_note(f"{_BLAME} {kernel.__module__}.{name}, installed in the place of {place}; {remedy}")
 
 
 def _taking(function: Callable[..., Any], renamed: dict[str, str] | None) -> Callable[..., Any]:
@@ -192,7 +199,7 @@ class Router:
         self, kernel: Callable[..., Any], accepts_call: Callable[..., str | None] | None, renamed: dict[str, str] | None
     ) -> Callable[..., Any]:
         """The function to put in the original's place."""
-        serve = counted(kernel, self.original, self.counts, accepts_call=accepts_call, renamed=renamed)
+        serve = counted(kernel, self.original, self.counts, accepts_call=accepts_call, renamed=renamed, place=self.name)
 
         def route(*args: Any, **kwargs: Any) -> Any:
             return serve(*args, **kwargs) if self.active else self.original(*args, **kwargs)

@@ -41,14 +41,16 @@ def kernelize(
 
     Args:
         model: changed in place; may be on the meta device.
-        mapping: target -> what replaces it; None means :data:`~twinkle.kernel.DEFAULT_KERNEL_CONFIG`, anything else
-            replaces it (``{**DEFAULT_KERNEL_CONFIG, …}`` extends it). A target is an ``nn.Module`` subclass, a dotted
+        mapping: target -> what replaces it; None means :data:`~twinkle.kernel.DEFAULT_KERNEL_CONFIG`, and a mapping is
+            used instead of that one (``{**DEFAULT_KERNEL_CONFIG, …}`` extends it). What an earlier call installed at
+            sites that it doesn't name stays. A target is an ``nn.Module`` subclass, a dotted
             path (``package.module.Class``, ``….Class.method``, ``package.module.function``) or a logical name; what
             replaces it a :class:`~twinkle.kernel.KernelChoice`, a class, a function, or a :func:`hub` reference.
-        device: the device that the model will run on; its own when None.
-        strict: raise when an entry of the caller's own is not installed, instead of only reporting it.
+        device: the device that the model will run on, also by a platform's name (``"npu"``); its own when None.
+        strict: raise when an entry of the caller's own is not installed, instead of only reporting it; with ``verify``
+            also when it can't be compared.
         verify: compare each kernel with what it replaces, forward and backward, on small inputs; what fails is taken
-            out again and the next backend is tried.
+            out again and the next backend is tried. What can't be compared is installed, with a WARNING and a note.
 
     Returns:
         the same model.

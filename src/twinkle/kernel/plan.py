@@ -21,10 +21,20 @@ from twinkle.kernel.plugins import load_plugins
 from twinkle.kernel.probe import variant_of
 from twinkle.kernel.registry import Availability, KernelChoice
 from twinkle.kernel.rows import Row, Tried, Uncovered
-from twinkle.kernel.targets import ModelIndex, Site, Target, Unresolved, describe, holders_of, resolve_target
+from twinkle.kernel.targets import (
+    ModelIndex,
+    Site,
+    Target,
+    Unresolved,
+    check_model,
+    describe,
+    holders_of,
+    resolve_target,
+)
 from twinkle.kernel.uncovered import uncovered_of
 from twinkle.kernel.verify import check_site
-from twinkle.reasons import Reason
+from twinkle.platforms import PLATFORMS
+from twinkle.reasons import Reason, did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -227,11 +237,7 @@ def make_plan(model: Any, mapping: Any = None, *, device: torch.device | str | N
     Raises:
         ValueError: the model is no module, the mapping no mapping, or an entry is wrong in itself; nothing was changed.
     """
-    from torch import nn
-
-    if not isinstance(model, nn.Module):
-        hint = "; give an instance" if isinstance(model, type) else ""
-        raise ValueError(f"kernelize needs an nn.Module, got {describe(model)}{hint}")
+    check_model(model, "kernelize")
     if mapping is None:
         mapping = DEFAULT_KERNEL_CONFIG
     elif not isinstance(mapping, Mapping):
@@ -253,10 +259,22 @@ def make_plan(model: Any, mapping: Any = None, *, device: torch.device | str | N
 def _device(device: torch.device | str | None) -> torch.device | None:
     import torch
 
+    if not isinstance(device, str):
+        try:
+            return None if device is None else torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"device={device!r}: {str(error).splitlines()[0]}") from error
+    kind, colon, index = device.partition(":")
+    platform = next((p for p in PLATFORMS.values() if kind in (p.name, *p.aliases, p.device_type)), None)
     try:
-        return None if device is None else torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device={device!r}: {str(error).splitlines()[0]}") from error
+        return torch.device(device if platform is None else platform.device_type + colon + index)
+    except RuntimeError as error:
+        if platform is not None and (index.isdigit() or not colon):
+            text = f"PyTorch knows no device {platform.device_type!r} here: {platform.missing()}"
+        else:
+            names = [name for p in PLATFORMS.values() for name in (p.device_type, p.name, *p.aliases)]
+            text = f"no such device{did_you_mean(kind, names)}"
+        raise ValueError(f"device={device!r}: {text}") from error
 
 
 def _entry(key: Any, value: Any, index: ModelIndex) -> EntryPlan:

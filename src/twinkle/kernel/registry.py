@@ -219,13 +219,17 @@ def reference_of(op: str) -> Any:
 
 
 def backends_of(op: str) -> tuple[str, ...]:
-    """The backends that are registered for an op, the derived ones last."""
-    return (*get_op(op).implementations, *(name for name in _EVERY_OP if name not in get_op(op).implementations))
+    """The backends that are registered for an op, third-party ones included, the derived ones last."""
+    own = get_op(op).implementations
+    _load_plugins()
+    return (*own, *(name for name in _EVERY_OP if name not in own))
 
 
 def get_impl(op: str, backend: str) -> KernelImpl | Reason:
-    """The implementation of a backend, or the reason why there is none."""
+    """The implementation of a backend, or the reason why there is none; plug-ins are looked for before saying so."""
     definition = get_op(op)
+    if backend not in definition.implementations:
+        _load_plugins()
     if backend in definition.implementations:
         return definition.implementations[backend]
     if backend in _EVERY_OP:

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from twinkle.kernel.reclass import Method
+    from twinkle.kernel.targets import Site
+
 __all__ = ["STATES", "Report", "Row", "Tried", "Uncovered", "plan", "report", "short"]
 
 
@@ -41,6 +44,19 @@ _HIDDEN = "of the modules have got a forward of their own since, which runs inst
 _OVERTAKEN = "was changed in its class since: these modules run the kernel in its place; kernelize again to decide anew"
 
 
+_CHANGED = "of the modules have been changed since and compute something else than the kernel: kernelize again"
+
+
+def _computes_something_else(site: Site, method: Method, probed: dict[Any, Any]) -> bool:
+    """Whether a module isn't what its kernel was loaded for any more: it got another activation, say."""
+    from twinkle.kernel import registry
+    from twinkle.kernel.probe import variant_of
+
+    row = method.row
+    reference = registry.reference_of(row.op) if row.op and method in row.serves else None
+    return reference is not None and variant_of(reference, site, probed) != row.serves[method]
+
+
 def report(model: nn.Module) -> Report:
     """What is installed on a model now, how often it was called, and what nothing covers.
 
@@ -49,13 +65,16 @@ def report(model: nn.Module) -> Report:
     from twinkle.kernel.journal import journals_of
     from twinkle.kernel.plan import make_plan
     from twinkle.kernel.reclass import installed_on, own_forward, peel
-    from twinkle.kernel.targets import ModelIndex
+    from twinkle.kernel.targets import ModelIndex, Site, check_model
     from twinkle.kernel.uncovered import uncovered_of
 
+    check_model(model, "report")
     index = ModelIndex.of(model, None)
     live: Counter[Row] = Counter()
     hidden: Counter[Row] = Counter()
     overtaken: dict[Row, set[str]] = {}
+    changed: Counter[Row] = Counter()
+    probed: dict[Any, Any] = {}
     for module in model.modules():
         installed = installed_on(type(module))
         for attribute, method in installed.methods.items() if installed else ():
@@ -63,6 +82,9 @@ def report(model: nn.Module) -> Report:
             hidden[method.row] += attribute == "forward" and own_forward(module) is not None
             if installed and getattr(installed.origin, attribute, None) is not method.original:
                 overtaken.setdefault(method.row, set()).add(f"{peel(installed.origin).__qualname__}.{attribute}")
+            elif installed:
+                site = Site(module, "", peel(installed.origin), attribute, method.original, index.device, index.dtype)
+                changed[method.row] += _computes_something_else(site, method, probed)
     noted = [row for journal in journals_of(model) for row in journal.rows]
     rows = []
     # A row that a later call's replaced may still serve the modules which that call didn't reach.
@@ -75,6 +97,8 @@ def report(model: nn.Module) -> Report:
         seen = [f"{patch.where} was replaced by somebody else since" for patch in gone]
         if hidden[row]:
             seen.append(f"{hidden[row]} {_HIDDEN}")
+        if changed[row]:
+            seen.append(f"{changed[row]} {_CHANGED}")
         seen += [f"{method} {_OVERTAKEN}" for method in sorted(overtaken.get(row, ()))]
         row.notes[:] = [note for note in row.notes if note not in row.seen] + seen
         row.seen = seen

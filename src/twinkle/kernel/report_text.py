@@ -69,23 +69,28 @@ class Selection:
 
 def select(report: dict[str, Any], all_rows: bool = False) -> Selection:
     """Leaves out what tells nothing about this model, unless ``all_rows``."""
-    rows = report["rows"]
     if all_rows:
-        return Selection(rows)
-    few = sum(row["state"] == "unused" and not row["default"] for row in rows) <= _FEW
-    shown = [row for row in rows if row["state"] != "unused" or (few and not row["default"])]
-    hidden = len(rows) - len(shown)
+        return Selection(report["rows"])
+    shown = concerning(report["rows"])
+    hidden = len(report["rows"]) - len(shown)
     return Selection([row for row in shown if not row["unimplemented"]], hidden, unimplemented_line(shown))
 
 
+def concerning(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows without the entries that name parts of other models; a few of one's own are kept."""
+    few = sum(row["state"] == "unused" and not row["default"] for row in rows) <= _FEW
+    return [row for row in rows if row["state"] != "unused" or (few and not row["default"])]
+
+
 def unimplemented_line(rows: Sequence[dict[str, Any]]) -> str:
-    """The ops of the rows that wait for a backend, each with what is registered besides; empty when none does."""
+    """The ops of the rows that wait for a backend, each with what is registered instead; empty when none does."""
     waiting = {}
     for row in rows:
         if row["unimplemented"]:
             hints = [reason["hint"] for tried in row["tried"] for reason in tried["reasons"] if reason["hint"]]
-            waiting[f"{row['op']} ({hints[0]})" if hints else str(row["op"])] = True
-    return f"not implemented yet for this machine: {', '.join(waiting)}" if waiting else ""
+            others = f" ({hints[0].replace('registered:', 'registered, but not in it:')})" if hints else ""
+            waiting[f"{row['op']}{others}"] = True
+    return f"no backend that the chain names exists yet for {', '.join(waiting)}" if waiting else ""
 
 
 def columns_of(report: dict[str, Any]) -> tuple[str, ...]:

@@ -91,6 +91,15 @@ class Site:
         return id(self.owner if self.module is None else self.module), self.attribute
 
 
+def check_model(model: Any, what: str) -> None:
+    """Raises a ValueError when what ``what`` was called with is no model."""
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        hint = "; give an instance" if isinstance(model, type) else ""
+        raise ValueError(f"{what} needs an nn.Module, got {describe(model)}{hint}")
+
+
 def describe(value: Any) -> str:
     """Any value in an error message, in a few words."""
     if isinstance(value, type):

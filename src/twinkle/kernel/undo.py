@@ -200,6 +200,9 @@ def unkernelize(model: nn.Module) -> Undone:
     Args:
         model: the model, one that wraps it, a copy of it, or a part of it.
     """
+    from twinkle.kernel.targets import check_model
+
+    check_model(model, "unkernelize")
     with lock:
         journals = journals_of(model)
         not_undone: list[Reason] = []

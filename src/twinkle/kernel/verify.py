@@ -62,8 +62,18 @@ def allowed_error_used(kernel: torch.Tensor, original: torch.Tensor, reference: 
     return used
 
 
-Results = dict[str, torch.Tensor]
-"""Outputs and gradients of one forward and backward, by name."""
+NOT_VERIFIED = "not verified"
+"""What the notes say of a kernel that couldn't be compared."""
+
+
+class Results(dict[str, torch.Tensor]):
+    """Outputs and gradients of one forward and backward, by name.
+
+    Attributes:
+        structure: what the outputs came in, e.g. ``"a tensor"``.
+    """
+
+    structure: str
 
 
 def run_call(
@@ -85,7 +95,10 @@ def run_call(
     autocast = torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False)
     with torch.set_grad_enabled(backward), autocast:
         outputs = function(*call_args, **kwargs)
-    flat = [outputs] if isinstance(outputs, torch.Tensor) else [o for o in outputs if isinstance(o, torch.Tensor)]
+    flat = [outputs] if isinstance(outputs, torch.Tensor) else outputs
+    if not isinstance(flat, (tuple, list)):
+        raise TypeError(f"it returns {outputs!r:.60}, not a tensor or a tuple")
+    flat = [output for output in flat if isinstance(output, torch.Tensor)]
     results = {f"output {i}": o for i, o in enumerate(flat)}
     wrt = {f"gradient of input {i}": a for i, a in enumerate(args) if _differentiable(a)} | {
         f"gradient of {name}": p for name, p in parameters.items()
@@ -95,7 +108,10 @@ def run_call(
         seeds = [random_tensor(*o.shape, seed=90 + i).to(o) for i, o in enumerate(differentiated)]
         gradients = torch.autograd.grad(differentiated, list(wrt.values()), seeds, allow_unused=True)
         results |= {name: g for name, g in zip(wrt, gradients, strict=True) if g is not None}
-    return {name: value.detach().clone() for name, value in results.items()}
+    found = Results({name: value.detach().clone() for name, value in results.items()})
+    one = isinstance(outputs, torch.Tensor)
+    found.structure = "a tensor" if one else f"a {type(outputs).__name__} of {len(outputs)}"
+    return found
 
 
 def _materialise(
@@ -160,7 +176,7 @@ def _within_domain(kernel: Kernel) -> Callable[..., Any]:
 
 
 def _unverified(why: str) -> Reason:
-    return Reason("unverified", f"not verified: {why}")
+    return Reason("unverified", f"{NOT_VERIFIED}: {why}")
 
 
 @torch.inference_mode(False)
@@ -200,13 +216,16 @@ def check_site(site: Site, kernel: Kernel, op: str | None) -> Reason | None:
             return _unverified(f"it leaves small inputs to the original: {domain}")
         except Exception as error:
             return Reason.of_error(error, "verify", "verifying it on a small input")
-        original = {name: value for name, value in original.items() if name.startswith("output")}
+        for name in [name for name in original if not name.startswith("output")]:
+            del original[name]
     except Exception as error:
         return Reason.of_error(error, "verify", "verifying it on a small input")
     return _judged(ours, original, judge)
 
 
 def _judged(ours: Results, original: Results, judge: Results) -> Reason | None:
+    if ours.structure != original.structure:
+        return Reason("verify", f"it returns {ours.structure} where the original returns {original.structure}")
     missing = original.keys() - ours.keys()
     if missing:
         return Reason("verify", f"it gives no {', '.join(sorted(missing))}")
@@ -255,6 +274,9 @@ def fits_in_place(site: Site, kernel: Kernel) -> Reason | None:
     except Exception as error:
         on_meta = site.device.type == "meta"
         return None if on_meta else Reason.of_error(error, "unfit", "running it on a small input")
+    if ours.structure != original.structure:
+        text = f"on a small input it returns {ours.structure} where the original returns {original.structure}"
+        return Reason("unfit", text)
     for name, expected in original.items():
         result = ours.get(name)
         if result is None or result.shape != expected.shape or result.dtype != expected.dtype:
@@ -316,7 +338,7 @@ def _named_outputs(returned: Any) -> Iterable[tuple[str, torch.Tensor]]:
 
 def _train_step(
     model: nn.Module, inputs: Mapping[str, Any], loss: Callable[[Any], torch.Tensor], outputs: Any
-) -> Results:
+) -> dict[str, torch.Tensor]:
     model.zero_grad(set_to_none=True)
     returned = model(**inputs)
     results = {name: value.detach().clone() for name, value in outputs(returned)}

@@ -8,14 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from twinkle.commands.console import CommandError, first_line, progress, stdout
+from twinkle.commands.console import progress, stdout
 from twinkle.commands.demo.outcome import Outcome, Run
 from twinkle.commands.demo.page import page
 from twinkle.commands.demo.processes import Worker, WorkerFailed
 from twinkle.commands.demo.terminal import show
 from twinkle.commands.demo.text import documents
 from twinkle.commands.models import require_transformers
-from twinkle.commands.options import parse_chain, parse_device
+from twinkle.commands.options import check_writable, parse_chain, parse_device
+
+OWN_FOLDER = Path("out")
+"""Where the page goes by default: the only folder that is made."""
 
 ORDERS = (1, 2)
 """Summation orders of the original besides the usual one."""
@@ -31,7 +34,7 @@ def run(*, steps: int, seconds: float, html: Path, device: str | None, backends:
     require_transformers()
     chain = parse_chain(backends)
     where, _ = parse_device(device, present=True)
-    _writable(html)
+    check_writable("--html", html, may_make=OWN_FOLDER)
     try:
         outcome = train_both(steps, seconds, where, chain)
     except WorkerFailed as failure:
@@ -43,15 +46,6 @@ def run(*, steps: int, seconds: float, html: Path, device: str | None, backends:
     took = time.perf_counter() - started
     console.print(f"\nReport: {html} ({took:.0f} s in all)", style="bold", soft_wrap=True)
     return 0 if outcome.passed() else 1
-
-
-def _writable(html: Path) -> None:
-    """Fails before the training, not after it."""
-    try:
-        html.parent.mkdir(parents=True, exist_ok=True)
-        html.open("a").close()
-    except OSError as error:
-        raise CommandError(f"can't write the report: {first_line(error)}; name another file with --html") from error
 
 
 def train_both(steps: int, seconds: float, device: str, chain: tuple[str, ...]) -> Outcome:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
@@ -164,7 +165,9 @@ class Outcome:
 
     def _later_steps(self) -> Check:
         worst, step = max((judgement.used, step) for step, judgement in enumerate(self.judged[1:], start=2))
-        detail = f"{self.steps - 1} steps; the worst, step {step}, uses {worst:.0%} of what rounding alone may do"
+        detail = (
+            f"{counted(self.steps - 1, 'step')}; the worst, step {step}, uses {worst:.0%} of what rounding alone may do"
+        )
         return Check("Later steps: the losses agree", worst <= 1, detail)
 
     def _learned(self) -> Check:
@@ -222,7 +225,7 @@ class Outcome:
             )
             if gain == "gain" and self.speedup > 1:
                 steps = extra / (self.original.step_seconds - self.kernelized.step_seconds)
-                compiled += f", the gain earns it back after {steps:,.0f} steps"
+                compiled += f", the gain earns it back after {counted(math.ceil(steps), 'step')}"
             said.append(f"{compiled}.")
         return said
 
@@ -251,7 +254,7 @@ class Outcome:
 
 def counted(number: int, what: str) -> str:
     """``1 module``, ``2 modules``."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _bytes(number: int | None) -> str:

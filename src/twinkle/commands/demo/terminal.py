@@ -7,7 +7,7 @@ from rich.console import Console
 from twinkle.commands.console import show as print_blocks
 from twinkle.commands.demo.outcome import Outcome, downsampled
 from twinkle.kernel.report_text import SERVED_COLUMNS, reasons_blocks, report_blocks, rows_blocks, select
-from twinkle.layout import table
+from twinkle.layout import paragraph, table
 
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 WIDTH = 40
@@ -51,6 +51,8 @@ def show(console: Console, outcome: Outcome) -> None:
 
     console.print("\nChecks", style="bold")
     for check in outcome.checks():
-        word, style = ("ok    ", "green") if check.passed else ("FAILED", "bold red")
-        console.print(word, style=style, end=" ")
-        console.print(f"{check.name}: {check.detail}")
+        word, style = ("ok", "green") if check.passed else ("FAILED", "bold red")
+        first, *more = paragraph(f"{check.name}: {check.detail}", console.width, indent=7)
+        console.print(f"{word:<6}", style=style, end=" ")
+        for line in (first.lstrip(), *more):
+            console.print(line, soft_wrap=True)
