@@ -205,7 +205,7 @@ def comparable_inputs(original: nn.Module, kernelized: nn.Module) -> Iterator[di
     """Inputs for which original, kernelized and fp64 model send every token to the same experts.
 
     Where rounding alone decides about an expert, results differ by whole experts, which says nothing about a kernel.
-    There is an end: when :data:`SEEDS` in a row were none.
+    Endless, but where :data:`SEEDS` in a row were none.
     """
     from twinkle import presets
     from twinkle.kernel.exact import KeepFloat64, exact_copy, exact_inputs
