@@ -29,7 +29,7 @@ help:
 	@echo "make demo              set up (first call), then train a small Qwen3 with and without kernels and compare"
 	@echo "make test              set up (first call), then the whole test suite with coverage"
 	@echo "make test-interpreter  only the tests that run Triton kernels on the CPU (TRITON_INTERPRET=1)"
-	@echo "make test-slow         the tests that 'make test' leaves out: whole models through interpreted Triton kernels"
+	@echo "make test-slow         the tests that 'make test' leaves out: whole models through interpreted kernels, families in use"
 	@echo "make lint              ruff"
 	@echo "make types             mypy"
 	@echo "make coverage          HTML pages of the coverage that the last 'make test' measured"
@@ -100,12 +100,13 @@ demo: $(DEMO_STAMP)
 test-interpreter: $(TEST_STAMP)
 	@TRITON_INTERPRET=1 $(PYTEST) tests/interpreter -m "not slow" --cov --cov-report=
 
-# Whole models through interpreted kernels.
+# Whole models through interpreted Triton kernels; every family copied, adapted, compiled, hooked, in parallel.
 test-slow: $(TEST_STAMP)
 	@TRITON_INTERPRET=1 $(PYTEST) tests/interpreter -m slow
+	@$(PYTEST) tests --ignore=tests/interpreter -m slow
 
 test: test-interpreter
-	@$(PYTEST) tests --ignore=tests/interpreter \
+	@$(PYTEST) tests --ignore=tests/interpreter -m "not slow" \
 	    --cov --cov-append --cov-report=term-missing:skip-covered --cov-fail-under=90
 
 lint: $(TEST_STAMP)

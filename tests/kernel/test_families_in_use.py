@@ -36,12 +36,12 @@ def build(name: str) -> nn.Module:
 
 
 def saved(model: nn.Module) -> io.BytesIO | None:
-    """The pickled model; None for one with a part that HF kernels made a local class of, which no pickle takes."""
+    """The pickled model; None for one with a local class or function of transformers in it, which no pickle takes."""
     file = io.BytesIO()
     try:
         torch.save(model, file)
     except AttributeError as error:
-        assert "_create_func_module" in str(error)
+        assert "Can't pickle local object" in str(error)
         return None
     file.seek(0)
     return file
@@ -71,7 +71,7 @@ def test_copied_saved_and_switched(name: str) -> None:
     twin = copy.deepcopy(model)
     calls = called(model)
     assert_close(step(twin), expected)
-    assert called(twin) > calls
+    assert called(model) > calls  # they count together
     file = saved(model)
     assert (file is not None) is can_be_saved
     if file is not None:
