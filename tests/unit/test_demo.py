@@ -93,7 +93,9 @@ def test_checks_fit_the_terminal_and_hang(columns: int, outcome: Outcome, shown:
     monkeypatch.setenv("COLUMNS", str(columns))
     result, _ = shown()
     lines = result.output.partition("\nChecks\n")[2].partition("\n\n")[0].splitlines()
-    assert max(map(len, lines)) <= columns and len(lines) > len(outcome.checks())
+    # A name is never broken; which tensor is the worst, and so how long its name is, differs from machine to machine.
+    assert all(len(line) <= columns or len(line.split()) == 1 for line in lines), lines
+    assert len(lines) > len(outcome.checks())
     assert all(line.startswith(("ok     ", " " * 9)) for line in lines), lines
 
 
