@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -166,6 +167,14 @@ def test_no_more_logits_are_there_than_those_of_a_chunk(reduction: str) -> None:
         with Largest() as largest:
             linear_cross_entropy(**made, reduction=reduction, chunk=chunk).sum().backward()
         assert largest.elements == max(most, 200 * HIDDEN)
+
+
+def test_chunks_are_smaller_where_the_formula_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("twinkle.loss.linear_cross_entropy")
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS_WRITTEN_OUT", 10 * CLASSES)
+    with Largest() as largest:
+        linear_cross_entropy(**inputs(torch.float32, tokens=200)).backward()
+    assert largest.elements == 200 * HIDDEN > 10 * CLASSES
 
 
 def test_a_frozen_head_costs_no_gradient_of_its_own() -> None:

@@ -11,13 +11,16 @@ from typing import Any, Literal
 
 import torch
 
-from twinkle.loss.token_losses import Recipe, token_losses
+from twinkle.loss.token_losses import Recipe, has_program, token_losses
 
 Reduction = Literal["none", "mean", "sum"]
 Accumulation = Literal["fp32", "weight"]
 
 CHUNK_ELEMENTS = 2**28
 """Logits that exist at once, about: with a vocabulary of 150,000 some 1,800 tokens, enough for an efficient product."""
+
+CHUNK_ELEMENTS_WRITTEN_OUT = 2**25
+"""The same where the formula is written out, which holds several copies of them in fp32."""
 
 
 def linear_cross_entropy(
@@ -60,7 +63,7 @@ def linear_cross_entropy(
         scale, softcap: see above; a cap is positive.
         accumulate: where the weight's gradient is summed up over the chunks: in ``"fp32"``, where the error doesn't
             grow with their number, or in the dtype of the ``"weight"``, which takes half of the memory.
-        chunk: tokens at a time; chosen from V when None.
+        chunk: tokens at a time; chosen from V and the device when None.
 
     Returns:
         fp32 (fp64 for fp64 inputs): a scalar, or ``target``'s shape for ``"none"``.
@@ -76,7 +79,8 @@ def linear_cross_entropy(
     _check(x, weight, target, bias, class_weight, reduction, label_smoothing, softcap, accumulate, chunk)
     recipe = Recipe(ignore_index, label_smoothing, z_loss, scale, softcap)
     rows, targets = x.reshape(-1, x.shape[-1]), target.reshape(-1)
-    step = chunk or max(1, CHUNK_ELEMENTS // weight.shape[0])
+    elements = CHUNK_ELEMENTS if has_program(x.device, x.dtype) else CHUNK_ELEMENTS_WRITTEN_OUT
+    step = chunk or max(1, elements // max(1, weight.shape[0]))
     with torch.autocast(device, enabled=False):
         loss = _LinearCrossEntropy.apply(rows, weight, bias, targets, class_weight, recipe, reduction, accumulate, step)
     return loss.view(target.shape) if reduction == "none" else loss

@@ -18,6 +18,11 @@ class Recipe(NamedTuple):
     softcap: float | None = None
 
 
+def has_program(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a Triton program computes the losses, which needs no memory but the logits'."""
+    return device.type == "cuda" and dtype != torch.float64 and importlib.util.find_spec("triton") is not None
+
+
 def token_losses(
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -36,7 +41,7 @@ def token_losses(
     Returns:
         ``[tokens]``, fp32 (fp64 with fp64 logits); 0 where the target is ignored.
     """
-    if logits.is_cuda and logits.dtype != torch.float64 and importlib.util.find_spec("triton") is not None:
+    if has_program(logits.device, logits.dtype):
         from twinkle.loss.triton_token_losses import token_losses as by_triton
 
         return by_triton(logits, target, class_weight, recipe, upstream)

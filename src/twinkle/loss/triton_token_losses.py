@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from twinkle.kernel.ops.triton_programs import on_device
 from twinkle.loss.token_losses import Recipe
 
 BLOCK = 8192
@@ -102,12 +103,13 @@ def token_losses(
         return losses
     total = float(classes) if class_weight is None or not recipe.label_smoothing else float(class_weight.sum())
     block = min(BLOCK, triton.next_power_of_2(classes))
-    token_losses_kernel[(tokens,)](
-        logits, target, class_weight, upstream, losses,
-        classes, logits.stride(0), 0 if upstream is None else upstream.stride(0), total, recipe.ignore_index,
-        recipe.label_smoothing / classes, recipe.z_loss, recipe.scale, recipe.softcap or 0.0,
-        HAS_WEIGHT=class_weight is not None, SMOOTHING=recipe.label_smoothing != 0.0,
-        SOFTCAP=recipe.softcap is not None, GRADIENT=upstream is not None,
-        BLOCK=block, num_warps=max(1, min(16, block // 256)),
-    )  # fmt: skip
+    with on_device(logits):
+        token_losses_kernel[(tokens,)](
+            logits, target, class_weight, upstream, losses,
+            classes, logits.stride(0), 0 if upstream is None else upstream.stride(0), total, recipe.ignore_index,
+            recipe.label_smoothing / classes, recipe.z_loss, recipe.scale, recipe.softcap or 0.0,
+            HAS_WEIGHT=class_weight is not None, SMOOTHING=recipe.label_smoothing != 0.0,
+            SOFTCAP=recipe.softcap is not None, GRADIENT=upstream is not None,
+            BLOCK=block, num_warps=max(1, min(16, block // 256)),
+        )  # fmt: skip
     return losses

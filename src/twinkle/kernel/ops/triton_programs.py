@@ -82,7 +82,7 @@ def _start(program: Any, grid: tuple[int, ...], device: torch.device) -> Callabl
     if triton.__version__.startswith("3.6.") and device.type == "cuda" and torch.version.hip is None:
         quick = _quick(program, grid, device)
     start = quick or (lambda arguments: program[grid](*arguments))
-    if not several_devices():
+    if device.type != "cuda" or not several_devices():
         return start
 
     def start_there(arguments: list[Any]) -> None:

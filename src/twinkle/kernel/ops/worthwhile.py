@@ -22,10 +22,12 @@ class Least(NamedTuple):
     in_training: bool = False
 
 
-# On a CPU the torch backends' autograd functions cost more than they save on small inputs; norms and rotary broke even
-# between 2**15 and 2**17 elements, bf16 and fp32. On an H200 the host's work is all there is of a small call: there an
-# autograd function written in Python costs 7 % more than PyTorch's own nodes for a product, forward and backward, and
-# the torch backend's rotary 20 % more in a forward, until the original's traffic takes as long, near 2**23 elements.
+# benchmarks/results hold a small and a large size of each; most bounds lie between, where the break-even wasn't measured.
+# CPU: the torch backends' autograd functions cost more than they save on small inputs; a sweep on two cores, no file of
+# which is kept, had norms and rotary break even between 2**15 and 2**17 elements. H200: of a small call the host's work
+# is all there is; at 2**13 elements a product in training takes 7 % longer than PyTorch's own nodes, and the torch
+# backend's rotary 20 % longer in a forward. 2**18 and 2**23 are estimates of where the original's memory traffic begins
+# to show, and takes as long as the host.
 LEAST: dict[tuple[str, str], dict[str, Least]] = {
     ("rms_norm", "torch"): {"cpu": Least(2**17)},
     ("gated_rms_norm", "torch"): {"cpu": Least(2**17)},
@@ -33,7 +35,7 @@ LEAST: dict[tuple[str, str], dict[str, Least]] = {
     ("swiglu", "triton"): {"cuda": Least(2**18, in_training=True)},
     ("geglu", "triton"): {"cuda": Least(2**18, in_training=True)},
 }
-"""(op, backend) -> device type -> rule; the figures are those of benchmarks/results."""
+"""(op, backend) -> device type -> rule."""
 
 _every_size = False
 
