@@ -22,7 +22,7 @@ class Least(NamedTuple):
     in_training: bool = False
 
 
-# benchmarks/results hold a small and a large size of each; most bounds lie between, where the break-even wasn't measured.
+# benchmarks/results hold a small and a large size of each; most bounds lie between, where no break-even was measured.
 # CPU: the torch backends' autograd functions cost more than they save on small inputs; a sweep on two cores, no file of
 # which is kept, had norms and rotary break even between 2**15 and 2**17 elements. H200: of a small call the host's work
 # is all there is; at 2**13 elements a product in training takes 7 % longer than PyTorch's own nodes, and the torch
