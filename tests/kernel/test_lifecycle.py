@@ -31,7 +31,7 @@ from twinkle import presets
 from twinkle.kernel import KernelChoice, kernelize, registry
 from twinkle.kernel.ops.derived import reference_impl
 from twinkle.kernel.reclass import installed_on
-from twinkle.kernel.undo import unkernelize
+from twinkle.kernel.undo import Undone, patch, unkernelize
 
 QWEN3 = {"qwen3.Qwen3RMSNorm": 9, "qwen3.Qwen3MLP.forward": 2, "qwen3.apply_rotary_pos_emb": 1}
 HOME = sys.modules[Qwen3MLP.__module__]
@@ -135,6 +135,45 @@ def test_a_copy_keeps_the_function_after_its_original(end, rope):
         del second
         gc.collect()
     assert HOME.apply_rotary_pos_emb is rope
+
+
+ROPE = {"qwen3.apply_rotary_pos_emb": 1}
+
+
+def test_where_only_a_function_is_replaced_the_models_own_class_knows_its_copies(rope):
+    model = qwen3()
+    before, bits, cls = look(model), step(model), type(model)
+    kernelize(model, loopback("qwen3.apply_rotary_pos_emb"))
+    assert isinstance(model, cls) and type(model).__name__ == cls.__name__ and type(model.model.norm) is Qwen3RMSNorm
+    twin = copy.deepcopy(model)
+    assert installed(twin) == installed(model) == ROPE
+
+    assert unkernelize(model) == Undone(shared=("transformers.models.qwen3.modeling_qwen3.apply_rotary_pos_emb",))
+    assert type(model) is cls and installed(model) == {} and installed(twin) == ROPE
+    calls = rows_of(twin)["qwen3.apply_rotary_pos_emb"].calls
+    step(twin)
+    assert rows_of(twin)["qwen3.apply_rotary_pos_emb"].calls == calls + 2
+    assert unkernelize(twin) == Undone(patches=1) and type(twin) is cls
+    assert HOME.apply_rotary_pos_emb is rope and differences(before, look(model)) == []
+    assert same_bits(step(twin), bits)
+
+
+def test_a_copy_lets_its_original_have_back_what_was_patched_on_its_modules(rope):
+    """It claims what is shared, the function; an attribute of one of the original's modules is none of its business."""
+
+    def install(model, target, impl):
+        patch(HOME, "apply_rotary_pos_emb", lambda *args, **kwargs: rope(*args, **kwargs))
+        patch(model.model.norm, "variance_epsilon", 1.0)
+        return 1
+
+    model = qwen3()
+    kernelize(model, {Qwen3RMSNorm: KernelChoice("rms_norm", ("loopback",), installer=install)})
+    twin = copy.deepcopy(model)
+    undone = unkernelize(model)
+    assert undone.patches == 1 and len(undone.shared) == 1
+    assert model.model.norm.variance_epsilon == 1e-6 and twin.model.norm.variance_epsilon == 1.0
+    assert HOME.apply_rotary_pos_emb is not rope
+    assert unkernelize(twin) == Undone(patches=1) and HOME.apply_rotary_pos_emb is rope
 
 
 def test_a_copy_kernelized_anew_leaves_its_original_alone(second_backend):

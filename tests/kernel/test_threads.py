@@ -13,6 +13,8 @@ pytest.importorskip("transformers")
 from torch import nn
 from transformers.models.qwen3 import modeling_qwen3
 
+from tests.support import toys
+from tests.support.fragile import NORM, Doubled, fragile, loads, register
 from tests.support.models import (
     clean_process,  # noqa: F401
     differences,
@@ -23,6 +25,8 @@ from tests.support.models import (
 )
 from twinkle import presets
 from twinkle.kernel import KernelChoice, kernelize
+from twinkle.kernel.registry import KernelImpl
+from twinkle.kernel.report import report
 from twinkle.kernel.undo import patch, unkernelize
 
 QWEN3 = {"qwen3.Qwen3RMSNorm": 9, "qwen3.Qwen3MLP.forward": 2, "qwen3.apply_rotary_pos_emb": 1}
@@ -118,6 +122,34 @@ def test_one_change_of_models_at_a_time():
     choice = KernelChoice("rms_norm", ("loopback",), installer=install)
     in_threads(lambda: kernelize(slow, {"anything": choice}), kernelize_and_undo, watch)
     assert unkernelize(slow).patches == 1
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_nobody_changes_a_model_that_is_being_planned():
+    """What was planned for a model holds for it as it was seen then: other threads wait until it is applied."""
+    planning, go_on, finished = threading.Event(), threading.Event(), threading.Event()
+
+    def available():
+        planning.set()
+        return go_on.wait(30), None
+
+    register(KernelImpl(loads(Doubled), available))
+    model = toys.toy()
+
+    def second():
+        assert planning.wait(30)
+        kernelize(model, {NORM: fragile("good")})
+        finished.set()
+
+    def watch():
+        assert planning.wait(30)
+        waited = not finished.wait(0.5)
+        go_on.set()
+        assert waited and finished.wait(30)
+
+    in_threads(lambda: kernelize(model, {NORM: fragile()}), second, watch)
+    assert [(row.backend, row.state, row.instances) for row in report(model).rows] == [("good", "installed", 4)]
+    unkernelize(model)
 
 
 def test_one_model_kernelized_by_several_threads(eager_switches):

@@ -56,6 +56,7 @@ def apply_plan(plan: Plan, *, strict: bool = False, verify: bool = False) -> Non
                 at = entry
                 rows += _apply_entry(plan, entry, current)
             at = None
+            current.carry_journal(plan.model)
             if strict:
                 _demand_all(rows)
     except BaseException as error:

@@ -60,7 +60,9 @@ def kernelize(
         Exception: what an installer raised, after everything this call installed was taken back.
     """
     from twinkle.kernel.apply import apply_plan
+    from twinkle.kernel.journal import lock
     from twinkle.kernel.plan import make_plan
 
-    apply_plan(make_plan(model, mapping, device=device), strict=strict, verify=verify)
+    with lock:  # a plan is good for the model as it was seen, so nobody may change it before it is applied
+        apply_plan(make_plan(model, mapping, device=device), strict=strict, verify=verify)
     return model

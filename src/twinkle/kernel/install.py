@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from twinkle.kernel.calls import Router, counted, renamed_parameters
-from twinkle.kernel.journal import PatchConflict, enter_model, patch_of, register_model
+from twinkle.kernel.journal import PatchConflict, enter_model, lock, patch_of, register_model
 from twinkle.kernel.reclass import Method, own_forward
 from twinkle.kernel.targets import Site, Target, resolve_target
 from twinkle.kernel.undo import active_transaction, transaction
@@ -179,7 +179,8 @@ def default_installer(model: nn.Module, target: Any, impl: Any) -> int:
         for assignment in assigned:
             install_at(assignment)
         return len(assigned)
-    return _install_everywhere(model, resolve_target(target), impl)
+    with lock:
+        return _install_everywhere(model, resolve_target(target), impl)
 
 
 def _install_everywhere(model: nn.Module, target: Any, impl: Any) -> int:
@@ -192,13 +193,14 @@ def _install_everywhere(model: nn.Module, target: Any, impl: Any) -> int:
     covers = frozenset((site.owner, site.attribute) for site in sites)
     row = Row(target.label, None, "installed", backend="custom", instances=len(sites), covers=covers)
     journal = enter_model(model)
-    with transaction(journal):
+    with transaction(journal) as current:
         for site in sites:
             kernel = kernel_for(target, site.original, impl)
             reason = kernel if isinstance(kernel, Reason) else obstacle(site)
             if reason is not None:
                 raise ValueError(f"{site.name}: {reason}")
             install_at(Assignment(site, kernel, impl, row))  # type: ignore[arg-type]
+        current.carry_journal(model)
         register_model(model, journal)
     journal.rows.append(row)
     return len(sites)

@@ -25,7 +25,8 @@ ABSENT = object()
 """Stands for the value of an attribute that an object doesn't have."""
 
 lock = threading.RLock()
-"""Held while a model or the process is changed: two threads may kernelize two models that share a function."""
+"""Held while models and the process are looked at to be changed, changed, or reported on: two threads may kernelize
+one model, or two models that share a function."""
 
 
 class Journal:
@@ -54,7 +55,8 @@ class Journal:
         """The journal of what ``copy.deepcopy`` is making, going by its memo.
 
         A copied model claims for itself what its original claims, so that either can be undone or die alone; they count
-        their calls together. A copied part (peft copies single layers) stays in the journal of its model.
+        their calls together. What is patched on a module of the original stays the original's alone. A copied part
+        (peft copies single layers) stays in the journal of its model.
         """
         owners = [model for model in self.models if id(model) in memo]
         if not owners:
@@ -65,7 +67,8 @@ class Journal:
             twin.methods.update(self.methods)
             twin.rows += self.rows
             for patch in self.patches:
-                twin.claim(patch)
+                if not patch.on_module:
+                    twin.claim(patch)
         for model in owners:
             register_model(memo[id(model)], memo[key])
         return memo[key]
@@ -137,12 +140,16 @@ class Patch:
         return cls(holder, (id(obj), name), value, _read(obj, name))
 
     @property
+    def on_module(self) -> bool:
+        return isinstance(self.holder, weakref.ref)
+
+    @property
     def name(self) -> str:
         return self.key[1]
 
     @property
     def owner(self) -> Any:
-        return self.holder() if isinstance(self.holder, weakref.ref) else self.holder
+        return self.holder() if self.on_module else self.holder
 
     @property
     def where(self) -> str:

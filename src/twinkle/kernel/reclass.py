@@ -105,18 +105,23 @@ def replace_method(module: nn.Module, attribute: str, method: Method, journal: J
     return _change(module, lambda methods: {**methods, attribute: method}, journal)
 
 
+def carry_journal(module: nn.Module, journal: Journal) -> Reason | None:
+    """Makes the class of a module carry a journal, whatever is installed on it: nothing, say. Returns as above."""
+    return _change(module, lambda methods: methods, journal)
+
+
 def remove_method(module: nn.Module, attribute: str) -> Reason | None:
-    """Takes one installed method off an instance; the others stay. Returns None, or why it was left as it is."""
-    return _change(module, lambda methods: {k: v for k, v in methods.items() if k != attribute}, None)
+    """Takes one installed method off an instance; with the last, its original class returns. Returns as above."""
+    return _change(module, lambda methods: {k: v for k, v in methods.items() if k != attribute} or None, None)
 
 
 def restore_class(module: nn.Module) -> Reason | None:
-    """Takes all installed methods off an instance: it has its original class again. Returns as ``remove_method``."""
-    return _change(module, lambda methods: {}, None)
+    """Gives an instance its original class again. Returns as above."""
+    return _change(module, lambda methods: None, None)
 
 
 def _change(
-    module: nn.Module, update: Callable[[dict[str, Method]], dict[str, Method]], journal: Journal | None
+    module: nn.Module, update: Callable[[dict[str, Method]], dict[str, Method] | None], journal: Journal | None
 ) -> Reason | None:
     current = type(module)
     installed = installed_on(current)
@@ -129,7 +134,7 @@ def _change(
         origin, methods, journal = installed.origin, update(installed.methods), journal or installed.journal
     # Wrappers that torch has put around the class stay, whether they were there before us or came since.
     wrappers = _wrappers(current)
-    if methods:
+    if methods is not None:
         assert journal is not None
         try:
             inner = _generate(origin, methods, journal)
@@ -291,7 +296,7 @@ def _adopt(twin: nn.Module, installed: Installed, memo: dict[Any, Any]) -> None:
         return
     journal = installed.journal.for_copy(memo)
     if journal is not installed.journal:
-        _change(twin, lambda methods: methods, journal)
+        carry_journal(twin, journal)
     journal.modules.add(twin)
 
 

@@ -27,9 +27,11 @@ def plan(model: nn.Module, mapping: Any = None, *, device: torch.device | str | 
         mapping: as for :func:`~twinkle.kernel.kernelize`.
         device: the device to plan for; the model's own when None.
     """
+    from twinkle.kernel.journal import lock
     from twinkle.kernel.plan import make_plan  # not at the top: torch is imported when there is a model to look at
 
-    made = make_plan(model, mapping, device=device, fetch=False)
+    with lock:
+        made = make_plan(model, mapping, device=device, fetch=False)
     where = made.index.device
     return Report(made.rows(), made.uncovered(), str(where), planned=True, device_here=_is_here(where.type))
 
@@ -62,13 +64,21 @@ def report(model: nn.Module) -> Report:
 
     Where nothing is, there are no rows, and ``uncovered`` is what the default config wouldn't cover.
     """
+    from twinkle.kernel.journal import lock
+    from twinkle.kernel.targets import check_model
+
+    check_model(model, "report")
+    with lock:
+        return _report(model)
+
+
+def _report(model: nn.Module) -> Report:
     from twinkle.kernel.journal import journals_of
     from twinkle.kernel.plan import make_plan
     from twinkle.kernel.reclass import installed_on, own_forward, peel
-    from twinkle.kernel.targets import ModelIndex, Site, check_model
+    from twinkle.kernel.targets import ModelIndex, Site
     from twinkle.kernel.uncovered import uncovered_of
 
-    check_model(model, "report")
     index = ModelIndex.of(model, None)
     live: Counter[Row] = Counter()
     hidden: Counter[Row] = Counter()
@@ -93,7 +103,7 @@ def report(model: nn.Module) -> Report:
             row.instances = live[row]
             if not row.instances:  # a later call put something else there
                 continue
-        gone = [patch for patch in row.patches if patch.owner is not None and not patch.in_place]
+        gone = [patch for patch in row.patches if patch.owner is not None and patch.claimed and not patch.in_place]
         seen = [f"{patch.where} was replaced by somebody else since" for patch in gone]
         if hidden[row]:
             seen.append(f"{hidden[row]} {_HIDDEN}")

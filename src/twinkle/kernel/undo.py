@@ -28,6 +28,7 @@ from twinkle.kernel.journal import (
 from twinkle.kernel.reclass import (
     BOUND_FORWARDS,
     Method,
+    carry_journal,
     installed_on,
     own_forward,
     remove_method,
@@ -75,6 +76,16 @@ class Transaction:
         if installed is not None and installed_on(type(module)) is None:  # that was the last: it is the original again
             installed.journal.modules.discard(module)
         return reason
+
+    def carry_journal(self, model: nn.Module) -> None:
+        """Makes the model itself carry the journal where no module of it does, so that a deep copy is noticed.
+
+        Where its class can't be derived from, a copy is not: it then shares the kernels without a journal of its own.
+        """
+        if self.journal.patches and not any(True for _ in self.journal.modules):
+            self._change_class(model)
+            if carry_journal(model, self.journal) is None:
+                self.journal.modules.add(model)
 
     def _change_class(self, module: nn.Module) -> None:
         self.touched |= {(id(module), name) for name in ("__class__", *BOUND_FORWARDS)}
@@ -161,8 +172,8 @@ def patch(obj: Any, name: str, value: Any) -> None:
 
     The change is in the journal: it is rolled back when the installer raises and undone by :func:`unkernelize`. A
     patch of something process-wide lasts until the last model that asked for it is undone or gone; a deep copy of the
-    model asks for it too, where any of its modules was re-classed. What is patched on a module itself is copied with
-    it as any attribute is, and not undone on the copy: re-class modules (``default_installer``) where copies matter.
+    model asks for it too. What is patched on a module itself is copied with it as any attribute is, and not undone on
+    the copy: re-class modules (``default_installer``) where copies matter.
 
     Raises:
         RuntimeError: called outside an installer, or the attribute carries another kernel of a living model.
@@ -224,9 +235,10 @@ def unkernelize(model: nn.Module) -> Undone:
         modules |= {module: name for name, module in model.named_modules()}
         restored = 0
         for module, name in modules.items():
-            is_ours = installed_on(type(module)) is not None
+            installed = installed_on(type(module))
             not_undone += _restore_module(name or "the model", module, journals)
-            restored += is_ours and installed_on(type(module)) is None
+            had_kernels = installed is not None and bool(installed.methods)
+            restored += had_kernels and installed_on(type(module)) is None
     for reason in not_undone:
         logger.warning("not undone: %s", reason)
     return Undone(restored, patches, tuple(not_undone), tuple(shared))
