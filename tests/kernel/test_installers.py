@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import types
 from collections.abc import Callable
@@ -31,9 +32,10 @@ from tests.support.fragile import (
 from tests.support.snapshots import bits, differences, state_of
 from twinkle.kernel import KernelChoice, kernelize
 from twinkle.kernel.install import default_installer
+from twinkle.kernel.journal import Refused
 from twinkle.kernel.registry import KernelImpl, register_op
 from twinkle.kernel.report import plan, report
-from twinkle.kernel.undo import patch, unkernelize
+from twinkle.kernel.undo import patch, patch_method, unkernelize
 
 pytestmark = pytest.mark.usefixtures("own_registry", "loopback")
 
@@ -101,6 +103,77 @@ def test_an_installer_that_does_nothing_and_says_nothing(model: toys.ToyModel) -
     kernelize(model, {NORM: fragile()})
     (row,) = report(model).rows
     assert row.state == "refused" and "the installer changed nothing" in row.why()
+
+
+# --- methods of single modules ----------------------------------------------------------------------------------------
+
+
+def doubling(model: nn.Module, target: Any, impl: Any) -> int:
+    """An installer that replaces the method of the first norm."""
+
+    def make(original: Any) -> Any:
+        return lambda self, x: 2 * original(self, x)
+
+    patch_method(norms(model)[0], "forward", make)
+    return 1
+
+
+def test_a_method_of_one_module_is_replaced_copied_and_undone(model: toys.ToyModel) -> None:
+    register(KernelImpl(loads(Doubled), here), installer=doubling)
+    before = state_of(model)
+    x = toys.toy_input()
+    expected = 2 * norms(model)[0](x)
+    kernelize(model, {"all": fragile()})
+    (row,) = report(model).rows
+    assert (row.state, row.instances, row.scope) == ("installed", 1, "process")
+    twin = copy.deepcopy(model)
+    assert torch.equal(norms(model)[0](x), expected) and torch.equal(norms(twin)[0](x), expected)
+    assert unkernelize(model).modules == 1 and differences(before, state_of(model)) == []
+    assert torch.equal(norms(twin)[0](x), expected)
+    assert unkernelize(twin).modules == 1 and torch.equal(norms(twin)[0](x), expected / 2)
+
+
+def test_the_same_again_is_left_alone_and_another_backend_takes_its_place(model: toys.ToyModel) -> None:
+    register(KernelImpl(loads(Doubled), here), installer=doubling)
+    x = toys.toy_input()
+    expected = 2 * norms(model)[0](x)
+    for _ in range(2):
+        kernelize(model, {"all": fragile()})
+        assert torch.equal(norms(model)[0](x), expected)
+    first = type(norms(model)[0])
+    kernelize(model, {"all": fragile("good")})
+    assert type(norms(model)[0]) is not first and torch.equal(norms(model)[0](x), expected), "once doubled, not twice"
+    kernelize(model, {"all": fragile("npu")})
+    assert torch.equal(norms(model)[0](x), expected / 2), "no backend: what an earlier call installed is taken off"
+    unkernelize(model)
+
+
+def test_where_another_entrys_kernel_is(model: toys.ToyModel) -> None:
+    register(KernelImpl(loads(Doubled), here), installer=doubling)
+    kernelize(model, {NORM: KernelChoice("rms_norm", ("loopback",)), "all": fragile()})
+    norm, all_ = report(model).rows
+    assert (norm.state, norm.instances, all_.state) == ("installed", 4, "refused")
+    assert f"ToyNorm.forward already carries the kernel of {NORM}" in all_.why()
+    unkernelize(model)
+
+
+def test_an_installer_may_refuse_and_say_why(model: toys.ToyModel) -> None:
+    def install(model: nn.Module, target: Any, impl: Any) -> int:
+        patch_method(norms(model)[0], "forward", lambda original: original)
+        raise Refused("the moon is not full")
+
+    register(KernelImpl(loads(Doubled), here), installer=install)
+    before = state_of(model)
+    kernelize(model, {"all": fragile()})
+    (row,) = report(model).rows
+    assert (row.state, row.instances) == ("refused", 0) and "the moon is not full" in row.why()
+    unkernelize(model)
+    assert differences(before, state_of(model)) == []
+
+
+def test_patch_method_outside_an_installer(model: toys.ToyModel) -> None:
+    with pytest.raises(RuntimeError, match="for installers"):
+        patch_method(norms(model)[0], "forward", lambda original: original)
 
 
 @pytest.mark.parametrize("returned", ["4", -1, 2.0, True, [1]])

@@ -498,5 +498,6 @@ def test_whole_models(family, dtype):
 def test_every_op_with_a_torch_backend_has_a_measured_place():
     from twinkle.kernel import registry
 
-    assert {op for op, definition in registry.ops().items() if "torch" in definition.implementations} == FASTER.keys()
+    with_torch = {op for op, definition in registry.ops().items() if "torch" in definition.implementations}
+    assert with_torch - {"causal_lm_loss"} == FASTER.keys()  # that one saves memory, and is in no default
     assert all(itertools.chain(FASTER.values()))

@@ -240,6 +240,46 @@ def test_a_gradient_of_the_gradient_is_an_error() -> None:
             torch.autograd.grad(loss, made["x"], create_graph=True)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_compiled(reduction: str, dynamic: bool) -> None:
+    """One graph, the same numbers, and no more graphs for other lengths where those are symbols."""
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, example: Any) -> Any:
+        graphs.append(graph)
+        return aot(graph, example)
+
+    aot = importlib.import_module("torch._dynamo.backends.debugging").aot_eager
+    chosen: dict[str, Any] = {"reduction": reduction, "chunk": 4, "softcap": 5.0, "scale": 0.5, "label_smoothing": 0.1}
+
+    def loss(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return linear_cross_entropy(x, weight, target, bias=bias, **chosen)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, dynamic=dynamic, backend=backend)
+    after = []
+    for tokens in (13, 29):
+        made = inputs(torch.float32, bias=True, tokens=tokens)
+        ours, theirs = (step(function, made, {}, torch.float32) for function in (compiled, loss))
+        for name, expected in theirs.items():
+            torch.testing.assert_close(ours[name], expected)
+        after.append(len(graphs))
+    assert (after[0] == after[1]) is dynamic
+    frozen = {name: tensor.detach() for name, tensor in made.items()}
+    with torch.no_grad():
+        assert torch.equal(compiled(**frozen), loss(**frozen))
+    torch._dynamo.reset()
+
+
+def test_as_an_operator_it_keeps_the_rules() -> None:
+    made = inputs(torch.float32)
+    for reduction in ("mean", "none"):
+        options = (-100, 0.1, 0.0, 1.0, None, reduction, "fp32", 4, "torch", [True, True, False])
+        operator = torch.ops.twinkle.linear_cross_entropy.default
+        torch.library.opcheck(operator, (made["x"], made["weight"], None, made["target"], None, *options))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -255,6 +295,8 @@ def test_a_gradient_of_the_gradient_is_an_error() -> None:
         ({"softcap": 0.0}, "softcap is 0.0; wanted a positive number or None"),
         ({"accumulate": "bf16"}, "accumulate is 'bf16'; wanted 'fp32' or 'weight'"),
         ({"chunk": 0}, "chunk is 0; wanted a positive number or None"),
+        ({"backend": "cuda"}, "backend is 'cuda'; wanted 'triton', 'torch' or None"),
+        ({"backend": "triton"}, "backend 'triton' can't take torch.float32 on cpu; leave it out"),
     ],
 )
 def test_bad_input(changes: dict[str, Any], message: str) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import types
 from collections.abc import Iterable, MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from twinkle.kernel.install import Assignment, default_installer
-from twinkle.kernel.journal import Journal, Patch, PatchConflict, enter_model, patch_of, register_model
+from twinkle.kernel.journal import Journal, Patch, PatchConflict, Refused, enter_model, patch_of, register_model
 from twinkle.kernel.outside import changed_outside, snapshot
 from twinkle.kernel.plan import EntryPlan, Pick, Plan, served_by
 from twinkle.kernel.reclass import Method, installed_on
@@ -18,6 +18,9 @@ from twinkle.kernel.targets import Site
 from twinkle.kernel.undo import Transaction, transaction
 from twinkle.kernel.verify import NOT_VERIFIED
 from twinkle.reasons import Reason
+
+if TYPE_CHECKING:
+    from torch import nn
 
 logger = logging.getLogger("twinkle.kernel")
 
@@ -151,10 +154,9 @@ def _split_by_earlier(entry: EntryPlan, backend: str, group: Group, journal: Jou
 
 
 def _at(site: Site, journal: Journal) -> Method | Patch | None:
-    """What is installed at a site now, by this call or an earlier one."""
-    installed = None if site.module is None else installed_on(type(site.module))
-    method = installed.methods.get(site.attribute) if installed else None
-    return method or next(iter(_earlier_patches(site, journal)), None)
+    """What is installed at a site now, by this call or an earlier one; of a logical name's places, at the first."""
+    methods = (installed_on(type(module)).methods[name] for module, name in _earlier_methods(site, journal))  # type: ignore[union-attr]
+    return next(methods, None) or next(iter(_earlier_patches(site, journal)), None)
 
 
 def _row_of(what: Method | Patch | None, journal: Journal) -> Row | None:
@@ -162,6 +164,20 @@ def _row_of(what: Method | Patch | None, journal: Journal) -> Row | None:
     if isinstance(what, Method):
         return what.row
     return next((row for row in journal.rows if what in row.patches), None)
+
+
+def _earlier_methods(site: Site, journal: Journal) -> list[tuple[nn.Module, str]]:
+    """The replaced methods at a site; of a logical name's, all that its installer replaced."""
+    if site.module is None and site.owner is not None:
+        return []
+    modules = list(journal.modules) if site.module is None else [site.module]
+    return [
+        (module, name)
+        for module in modules
+        if (installed := installed_on(type(module))) is not None
+        for name, method in installed.methods.items()
+        if (method.row.target == site.name if site.module is None else name == site.attribute)
+    ]
 
 
 def _earlier_patches(site: Site, journal: Journal) -> list[Patch]:
@@ -179,10 +195,11 @@ def _undo_earlier(site: Site, current: Transaction) -> Reason | None:
         if patch.owner is not None and not patch.in_place:
             return Reason("changed-since", f"{patch.where} was replaced by somebody else since")
         current.undo_patch(patch)
-    installed = installed_on(type(site.module)) if site.module is not None else None
-    if installed is None or site.attribute not in installed.methods:
-        return None
-    return current.remove_method(site.module, site.attribute)  # type: ignore[arg-type]
+    for module, name in _earlier_methods(site, current.journal):
+        reason = current.remove_method(module, name)
+        if reason is not None:
+            return reason
+    return None
 
 
 _NOTE = "twinkle.kernel could not take back: "
@@ -202,14 +219,15 @@ def _install_group(plan: Plan, entry: EntryPlan, backend: str, group: Group, cur
             if reason is not None:
                 raise PatchConflict(f"{site.where}: {reason}")
         undone, patched = len(current), len(current.journal.patches)
+        current.row = row
         counts = _run_installer(plan, entry, backend, group, row, current)
     except BaseException as error:
         # A refused row's sites are the originals, as those of any other; an error takes all back.
-        left = [str(reason) for reason in current.rollback(undone if isinstance(error, PatchConflict) else start)]
+        left = [str(reason) for reason in current.rollback(undone if isinstance(error, Refused) else start)]
         left += changed_outside(before, snapshot(plan.model), set()) if custom else []
         for text in left:
             error.add_note(f"{_NOTE}{text}")
-        if not isinstance(error, PatchConflict):
+        if not isinstance(error, Refused):
             raise
         _refuse(row, [str(error), *getattr(error, "__notes__", ())])
         return row

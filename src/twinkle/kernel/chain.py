@@ -120,7 +120,7 @@ class Chain:
         loaded = self._loaded[key]
         if isinstance(loaded, Reason):
             return loaded
-        if self.target.kind == "logical" or loaded is NOT_FETCHED:
+        if loaded is NOT_FETCHED or (self.target.kind == "logical" and site.original is None):
             return Pick(backend, loaded, None)
         kernel = kernel_for(self.target, site.original, loaded)
         if self.op is None and isinstance(kernel, Kernel):

@@ -48,6 +48,8 @@ def kernel_for(target: Target, original: Any, impl: Any) -> Kernel | Reason:
     """
     name = _qualified_name(impl)
     accepts_call = getattr(impl, "accepts_call", None)
+    if target.kind == "logical":  # its installer knows how to call it
+        return Kernel(impl, accepts_call, {}, None, name)
     if target.kind == "function":
         if isinstance(impl, type) or not callable(impl):
             return Reason("kind", f"{name} is a {_kind(impl)}, the target is a function: give a function")

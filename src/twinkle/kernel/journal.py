@@ -112,7 +112,11 @@ def forget_model(model: nn.Module, journal: Journal) -> None:
     _journals.pop(model, None)
 
 
-class PatchConflict(RuntimeError):
+class Refused(RuntimeError):
+    """What an installer raises to say why it can't install anything: a row of the report, no failure."""
+
+
+class PatchConflict(Refused):
     """An attribute already carries another kernel, for a model that is still alive."""
 
 

@@ -81,8 +81,16 @@ class EntryPlan:
     notes: list[str] = field(default_factory=list)
 
     @property
-    def process_wide(self) -> bool:
-        return self.target is not None and self.target.kind in ("function", "logical")
+    def logical(self) -> bool:
+        return self.target is not None and self.target.kind == "logical"
+
+    @property
+    def scope(self) -> str:
+        """What installing it changes, as far as that is known beforehand."""
+        if self.target is None or self.target.kind in ("class", "method"):
+            return "model"
+        own = self.op is not None and self.installer is registry.get_op(self.op).installer
+        return registry.get_op(self.op).scope if own and self.op else "process"
 
     def choose(self, sites: list[Site]) -> None:
         """Fills ``picks`` and ``left`` for some of the entry's sites."""
@@ -157,7 +165,7 @@ class EntryPlan:
             op=self.op,
             state=state,
             installer=str(getattr(self.installer, "__name__", getattr(self.installer, "path", self.installer))),
-            scope="process" if self.process_wide else "model",
+            scope=self.scope,
             tried=list(self.chain.tried) if self.chain else [],
             notes=[*self.notes, *([str(self.reason)] if self.reason else [])],
             default=self.default,
@@ -174,10 +182,9 @@ class EntryPlan:
         """One row per backend that got sites, plus one for the sites left."""
         if self.state is not None:
             return [self.row(self.state, instances=len(self.lost))]
-        logical = self.target is not None and self.target.kind == "logical"
         rows = []
         for backend, group in self.groups().items():
-            instances = None if logical else len(group)  # how many its installer will find, it alone knows
+            instances = None if self.logical else len(group)  # how many its installer will find, it alone knows
             rows.append(self.row("installed", backend=backend, implementation=served_by(group), instances=instances))
         return rows if rows and not self.left else [*rows, self.left_row()]
 
@@ -185,7 +192,8 @@ class EntryPlan:
         """The row of the sites that nothing is installed at."""
         assert self.chain is not None
         refused = self.chain.refused or self.obstacles
-        row = self.row("failed" if self.failed else "refused" if refused else "kept", instances=len(self.left))
+        state = "failed" if self.failed else "refused" if refused else "kept"
+        row = self.row(state, instances=0 if self.logical else len(self.left))
         if self.obstacles:
             row.tried = [Tried("any", dict(self.obstacles)), *row.tried]
         return row
@@ -357,11 +365,13 @@ def _choose(entry: EntryPlan, asked: Availability, cache: dict[Hashable, Any], f
     assert entry.target is not None
     index = entry.index
     entry.chain = Chain(entry.target, entry.value, candidates_of(entry.value, asked, fetch), index)
-    if entry.target.kind == "logical":
+    if entry.logical:
         # Not a place, but what the candidates are told: the device and dtype, and whose installer will ask for more.
-        site = Site(None, entry.label, None, entry.label, None, index.device, index.dtype)
-        pick = entry.chain.pick(site)
-        entry.picks += [(site, pick)] if pick else []
+        original = getattr(entry.chain.reference, "original", None)
+        site = Site(None, entry.label, None, entry.label, original, index.device, index.dtype)
+        if original is not None:
+            site = dataclasses.replace(site, variant=variant_of(entry.chain.reference, site, cache))
+        entry.choose([site])
         return
     if entry.chain.reference is not None:
         entry.sites = [

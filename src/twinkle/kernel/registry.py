@@ -11,7 +11,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from twinkle.reasons import Reason, did_you_mean
 
@@ -57,12 +57,14 @@ class OpDefinition:
         installer: installs the op's kernels instead of the default installer (``installer(model, target, impl)``).
         reference: dotted path (``module`` or ``module:attribute``) of the op's maths (see :mod:`twinkle.kernel.ops`);
             it tells what a site computes and serves the judge and the backends that exist for every op.
+        scope: what the op's installer changes: functions of the whole ``process``, or the ``model`` alone.
     """
 
     name: str
     implementations: dict[str, KernelImpl] = field(default_factory=dict)
     installer: Callable[..., int | None] | None = None
     reference: str | None = None
+    scope: Literal["process", "model"] = "process"
 
     def load_reference(self) -> Any:
         """What says what the op means, imported on first use; None when the op has no reference."""
@@ -122,13 +124,14 @@ def register_op(
     implementations: Mapping[str, KernelImpl],
     installer: Callable[..., int | None] | None = None,
     reference: str | None = None,
+    scope: Literal["process", "model"] = "process",
 ) -> OpDefinition:
     """Makes an op known.
 
     Args:
         name: what :class:`KernelChoice` calls it.
         implementations: backend key -> implementation; others may follow with :func:`register_backend`.
-        installer, reference: see :class:`OpDefinition`.
+        installer, reference, scope: see :class:`OpDefinition`.
 
     Raises:
         ValueError: the name exists already, or an argument is of the wrong kind; nothing was registered.
@@ -140,7 +143,7 @@ def register_op(
         raise ValueError(f"op {name!r}: implementations must map backend names to KernelImpl, got {implementations!r}")
     if name in _OPS:
         raise ValueError(f"op {name!r} is already registered; add a backend to it with register_backend({name!r}, …)")
-    definition = OpDefinition(name, {}, installer, reference)
+    definition = OpDefinition(name, {}, installer, reference, scope)
     for backend, impl in implementations.items():
         _check_impl(name, backend, impl)
         definition.implementations[backend] = impl

@@ -55,7 +55,8 @@ def _computes_something_else(site: Site, method: Method, probed: dict[Any, Any])
     from twinkle.kernel.probe import variant_of
 
     row = method.row
-    reference = registry.reference_of(row.op) if row.op and method in row.serves else None
+    own = method in row.serves and row.installer == "default_installer"
+    reference = registry.reference_of(row.op) if row.op and own else None
     return reference is not None and variant_of(reference, site, probed) != row.serves[method]
 
 

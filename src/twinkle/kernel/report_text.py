@@ -158,11 +158,15 @@ def notes(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """(target, what else there is to know about it)."""
     found = []
     for row in rows:
-        said = [f"{n} calls were left to the original: {reason}" for reason, n in row["fallbacks"].items()]
+        said = [f"{_calls(n)} left to the original: {reason}" for reason, n in row["fallbacks"].items()]
         if row["errors"]:
             said.append(f"the kernel raised in {row['errors']} call{'s' if row['errors'] > 1 else ''}")
         found += [(short(row["target"]), note) for note in (*said, *row["notes"])]
     return found
+
+
+def _calls(number: int) -> str:
+    return "1 call was" if number == 1 else f"{number} calls were"
 
 
 def reasons_blocks(rows: list[dict[str, Any]], width: int) -> list[Block]:

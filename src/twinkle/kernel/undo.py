@@ -19,6 +19,7 @@ from twinkle.kernel.journal import (
     Journal,
     Patch,
     PatchConflict,
+    Refused,
     forget_model,
     journals_of,
     lock,
@@ -41,6 +42,8 @@ from twinkle.reasons import Reason
 if TYPE_CHECKING:
     from torch import nn
 
+    from twinkle.kernel.rows import Row
+
 logger = logging.getLogger("twinkle.kernel")
 
 
@@ -50,11 +53,13 @@ class Transaction:
     Attributes:
         journal: where the changes are written down.
         assignments: what the default installer shall install now (see :mod:`twinkle.kernel.install`).
+        row: the report row of what is being installed.
         touched: (id of an object, attribute) of everything changed so far.
     """
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
+        self.row: Row | None = None
         self.assignments: list[Any] = []
         self.touched: set[tuple[int, str]] = set()
         self._steps: list[Callable[[], list[Reason] | None]] = []
@@ -67,6 +72,19 @@ class Transaction:
         self.journal.modules.add(module)
         self._change_class(module)
         return replace_method(module, attribute, method, self.journal)
+
+    def patch_method(self, module: nn.Module, attribute: str, make: Callable[[Any], Callable[..., Any]]) -> None:
+        """See :func:`patch_method`."""
+        assert self.row is not None
+        installed = installed_on(type(module))
+        there = installed.methods.get(attribute) if installed else None
+        where = f"{type(module).__qualname__}.{attribute}"
+        if there is not None and there.row.target != self.row.target:
+            raise PatchConflict(f"{where} already carries the kernel of {there.row.target}")
+        original = there.original if there is not None else getattr(type(module), attribute)
+        reason = self.replace_method(module, attribute, Method(make(original), original, self.row))
+        if reason is not None:
+            raise Refused(f"{where}: {reason}")
 
     def remove_method(self, module: nn.Module, attribute: str) -> Reason | None:
         """Takes a method of an earlier call off; returns as ``replace_method``."""
@@ -132,6 +150,7 @@ class Transaction:
         """Lets go of everything that the transaction refers to."""
         self._steps.clear()
         self.assignments = []
+        self.row = None
 
     def rollback(self, to: int = 0) -> list[Reason]:
         """Takes back the steps after the first ``to``, last first; says what could not be."""
@@ -182,6 +201,29 @@ def patch(obj: Any, name: str, value: Any) -> None:
     if current is None:
         raise RuntimeError("patch() was called outside kernelize(); it is for installers, which kernelize() runs")
     current.patch(obj, name, value)
+
+
+def patch_method(module: nn.Module, attribute: str, make: Callable[[Any], Callable[..., Any]]) -> None:
+    """The same for a method of one module: its class is replaced by a generated subclass that has another method.
+
+    Nothing process-wide changes, and the module can be copied, pickled and undone as what the default installer changes
+    can.
+
+    Args:
+        module: the instance.
+        attribute: the method's name.
+        make: from the original function to the one to install; both take ``self`` first.
+
+    Raises:
+        RuntimeError: called outside an installer; or another kernel is there, or the class can't be derived from,
+            which ends as a row ``refused``.
+    """
+    current = active_transaction()
+    if current is None:
+        raise RuntimeError(
+            "patch_method() was called outside kernelize(); it is for installers, which kernelize() runs"
+        )
+    current.patch_method(module, attribute, make)
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
+
+Backend = Literal["triton", "torch"]
 
 
 class Recipe(NamedTuple):
@@ -18,9 +20,10 @@ class Recipe(NamedTuple):
     softcap: float | None = None
 
 
-def has_program(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a Triton program computes the losses, which needs no memory but the logits'."""
-    return device.type == "cuda" and dtype != torch.float64 and importlib.util.find_spec("triton") is not None
+def backend_for(device: torch.device, dtype: torch.dtype) -> Backend:
+    """What computes the losses best: ``"triton"``, which needs no memory but the logits', where it can."""
+    able = device.type == "cuda" and dtype != torch.float64 and importlib.util.find_spec("triton") is not None
+    return "triton" if able else "torch"
 
 
 def token_losses(
@@ -29,6 +32,7 @@ def token_losses(
     class_weight: torch.Tensor | None,
     recipe: Recipe,
     upstream: torch.Tensor | None,
+    backend: Backend,
 ) -> torch.Tensor:
     """The losses of tokens; with ``upstream``, the gradient of the logits is written over them.
 
@@ -41,7 +45,7 @@ def token_losses(
     Returns:
         ``[tokens]``, fp32 (fp64 with fp64 logits); 0 where the target is ignored.
     """
-    if has_program(logits.device, logits.dtype):
+    if backend == "triton":
         from twinkle.loss.triton_token_losses import token_losses as by_triton
 
         return by_triton(logits, target, class_weight, recipe, upstream)

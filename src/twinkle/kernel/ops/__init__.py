@@ -7,12 +7,13 @@ An op's reference module tells what a place in a model computes, so that a kerne
   gives the judge's version of it.
 - ``example(site, variant) -> Example``: small inputs to compare two implementations on.
 - ``REPLACES``: ``"function"`` when the op takes the place of functions; without it, it takes that of methods.
+- ``original``: of an op with a logical name, whose places its installer finds: what its kernels are compared with.
 
 Importing this package registers the ops and imports neither torch nor any backend.
 """
 
 from __future__ import annotations
 
-from twinkle.kernel.ops import derived, fla, glu, moe, rms_norm, rotary, sdpa_attention
+from twinkle.kernel.ops import causal_lm_loss, derived, fla, glu, moe, rms_norm, rotary, sdpa_attention
 
-__all__ = ["derived", "fla", "glu", "moe", "rms_norm", "rotary", "sdpa_attention"]
+__all__ = ["causal_lm_loss", "derived", "fla", "glu", "moe", "rms_norm", "rotary", "sdpa_attention"]
