@@ -245,6 +245,25 @@ def test_models_with_a_loss_of_their_own(forward):
     unkernelize(model)
 
 
+def test_a_teacher_within_the_students_forward_gives_its_logits():
+    teacher = kernelize(build(), FUSED)
+
+    def with_teacher(self, *args, labels=None, **kwargs):
+        logits = self.lm_head(self.model(*args, **kwargs).last_hidden_state)
+        wanted = torch.softmax(teacher(*args, **kwargs).logits, -1)
+        loss = F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
+        return types.SimpleNamespace(loss=loss - (wanted * torch.log_softmax(logits, -1)).sum(), logits=logits)
+
+    model = presets.build("qwen3", seed=1).train()
+    model.__class__ = type("Student", (type(model),), {"forward": with_teacher})
+    theirs = step(model)
+    kernelize(model, FUSED)
+    assert_same(step(model), theirs)
+    assert the_row(teacher).calls == 0 and the_row(model).calls == 1
+    unkernelize(model)
+    unkernelize(teacher)
+
+
 def test_two_threads_with_one_model():
     """While one thread trains, another that evaluates gets logits."""
     model = build()

@@ -151,6 +151,14 @@ def test_other_losses_get_logits(call: Callable[[Any], torch.Tensor], why: str) 
     assert not head.fused and head.why is not None and why in head.why
 
 
+def test_a_loss_in_half_precision_is_rounded_to_it() -> None:
+    head, logits = head_and_logits(dtype=torch.bfloat16)
+    target = torch.arange(B * T) % V
+    loss, expected = (F.cross_entropy(z.view(-1, V), target) for z in (head.pending(), logits))
+    assert head.fused and loss.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(loss, expected, rtol=2e-2, atol=2e-2)
+
+
 def test_a_wrong_target_is_the_originals_error() -> None:
     for target in (torch.full((B * T,), V), torch.zeros(B * T - 1, dtype=torch.long), torch.zeros(B * T).int()):
         head, logits = head_and_logits()
@@ -168,6 +176,12 @@ def test_they_are_computed_once_and_what_is_written_to_them_stays() -> None:
     assert pending.value("") is pending.value("") and "setitem" in str(head.why)
     pending.mul_(2)
     assert torch.equal(pending[1], 2 * logits[1])
+    flat = head.pending().view(-1, V)
+    assert torch.equal(pending.view(-1, V)[T:] * 1.0, 2 * logits[1]), "also where it could be written down"
+    flat.mul_(3)
+    target = torch.arange(B * T) % V
+    torch.testing.assert_close(F.cross_entropy(flat, target), F.cross_entropy(flat.value(""), target))
+    assert not head.fused
 
 
 def test_what_python_asks_of_them() -> None:
