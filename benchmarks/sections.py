@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 from benchmarks.plots import bar_chart
 from benchmarks.verdict import compare
-from twinkle.bench import view
+from twinkle.bench import model_view, view
 from twinkle.bench.results import ORIGINAL, Result, ResultFile, medians, significant
 from twinkle.bench.view import Table, factor
+from twinkle.bench.worth import ORIGINAL_CASE, conclude
 from twinkle.kernel import registry
 from twinkle.kernel.config import DEFAULT_KERNEL_CONFIG, default_chain
+from twinkle.kernel.report_text import short
 
 Files = dict[str, ResultFile]
 """``device type/program`` -> what ``benchmarks/results/`` holds under that name."""
@@ -18,6 +20,8 @@ Files = dict[str, ResultFile]
 RESULTS = "../../benchmarks/results"
 PLOTS = "plots"
 CHOSEN = "★"
+MODEL = "Qwen/Qwen3-0.6B"
+"""Of which the pages show what each entry is worth."""
 
 # --- Markdown ---------------------------------------------------------------------------------------------------------
 
@@ -41,6 +45,8 @@ def _op_table(found: Table, text: dict[str, str]) -> str:
 def _missing(name: str, text: dict[str, str]) -> str:
     _, program = name.split("/")
     command = f"python -m benchmarks.{program} --json benchmarks/results/{name}.json"
+    if program == "model":
+        command = f"twinkle-kernel bench {MODEL} --output benchmarks/results/{name}.json"
     return text["missing"].format(command=command)
 
 
@@ -129,6 +135,37 @@ def kernelize(files: Files, text: dict[str, str], device: str) -> str:
         rows.append((row.case, row.who, row.shape, f"{p50} {unit}", f"{p20}–{p80}"))
     header = [text.get(f"column {key}", key) for key in ("case", "who", "shape", "p50", "p20–p80")]
     return "\n\n".join([_run_line(name, found, text), markdown_table(header, rows, 3)])
+
+
+def model(files: Files, text: dict[str, str], device: str) -> str:
+    """A line per entry and backend, and what else its conclusions say."""
+    name = f"{device}/model"
+    if name not in files:
+        return _missing(name, text)
+    found = files[name]
+    decided, settings = conclude(found.results), found.run["settings"]
+    original = next(row for row in found.results if row.case == ORIGINAL_CASE)
+    assert original.ms and decided.noise_us is not None
+    about = text["original"].format(
+        model=settings["model"],
+        batch=original.shape,
+        dtype=original.dtype,
+        ms=significant(original.ms["p50"]),
+        rounds=original.samples,
+        noise=model_view.microseconds(decided.noise_us),
+    )
+    here = {verdict: text[f"verdict {verdict}"] for verdict in model_view.HERE}
+    rows = []
+    for row in found.results:
+        if row.case != ORIGINAL_CASE:
+            entry, backend, *rest = model_view.cells(row, original, decided, here)
+            rows.append((f"`{entry}`", backend.replace("*", f" {CHOSEN}"), *rest))
+    header = [text[f"column {key}"] for key in ("entry", "backend", "calls", "a step", "a call", "memory", "here")]
+    chains = [f"- `{short(target)}`: {' → '.join(backends)}" for target, (_, backends) in decided.chains.items()] + [
+        f"- `{short(target)}`: {text['without']}" for target in decided.without
+    ]
+    advice = [f"{text['better']}\n\n" + "\n".join(chains)] if chains else []
+    return "\n\n".join([_run_line(name, found, text), about, markdown_table(header, rows, 2), *advice])
 
 
 # --- what decided the order of the default chains ---------------------------------------------------------------------
@@ -222,5 +259,5 @@ def section(name: str) -> Section:
     kind, _, device = name.partition(" ")
     if kind == "chains":
         return chains
-    of_device = {"ops": ops, "host": host, "step": step, "kernelize": kernelize}[kind]
+    of_device = {"ops": ops, "host": host, "step": step, "kernelize": kernelize, "model": model}[kind]
     return lambda files, text: of_device(files, text, device)

@@ -29,6 +29,7 @@ from benchmarks.trace import profiled
 from twinkle.bench.clocks import ceilings, synchronize, use
 from twinkle.bench.ops import WRONG
 from twinkle.bench.results import ORIGINAL, Result, Run, percentiles, significant
+from twinkle.bench.step import differs, timed, training_step
 from twinkle.bench.view import factor
 from twinkle.layout import plain, table, width_of_terminal
 from twinkle.reasons import Reason, did_you_mean
@@ -97,8 +98,6 @@ TOY = Workload(
 
 WORKLOADS = {workload.name: workload for workload in (QWEN3_SMALL, TOY)}
 DTYPE = torch.bfloat16
-FAR = 5e-3
-"""The first loss may differ by this part of the original's: bf16 keeps eight bits."""
 
 
 def _patch_liger(workload: Workload) -> None:
@@ -168,13 +167,6 @@ def _model(workload: Workload, device: torch.device) -> Any:
     return model
 
 
-def _step(model: Any, call: Callable[..., Any], ids: torch.Tensor) -> torch.Tensor:
-    model.zero_grad(set_to_none=True)
-    loss = call(input_ids=ids, labels=ids).loss
-    loss.backward()
-    return loss.detach()
-
-
 def measure(who: str, workload: Workload, device: torch.device, *, seconds: float, compiler: str) -> Result:
     """A candidate's row, measured in this process.
 
@@ -200,7 +192,7 @@ def measure(who: str, workload: Workload, device: torch.device, *, seconds: floa
     call = torch.compile(model, backend=compiler) if candidate.compiled else model
 
     def step() -> torch.Tensor:
-        return _step(model, call, ids)
+        return training_step(model, {"input_ids": ids, "labels": ids}, call)
 
     synchronize(device)
     begin = time.perf_counter()
@@ -228,12 +220,8 @@ def _samples(step: Callable[[], Any], device: torch.device, seconds: float) -> t
     done, handed_over = [], []
     begin = time.perf_counter()
     while len(done) < 3 or (len(done) < 30 and time.perf_counter() - begin < seconds):
-        start = time.perf_counter()
-        step()
-        submitted = time.perf_counter()
-        synchronize(device)
-        done.append((time.perf_counter() - start) * 1e3)
-        handed_over.append((submitted - start) * 1e3)
+        for samples, ms in zip((done, handed_over), timed(step, device), strict=True):
+            samples.append(ms)
     return done, handed_over
 
 
@@ -289,10 +277,8 @@ def run_alone(
 def checked(row: Result, original: Result | None) -> Result:
     """The row as it is, or without its times when its loss is not the original's."""
     loss, expected = (one.figures.get("loss") if one else None for one in (row, original))
-    if loss is None or expected is None or abs(loss - expected) <= FAR * abs(expected):
-        return row
-    why = f"{WRONG}its loss is {loss:.4f}, the original's {expected:.4f}"
-    return Result(row.case, row.who, row.shape, row.dtype, note=why)
+    why = None if loss is None or expected is None else differs(loss, expected)
+    return row if why is None else Result(row.case, row.who, row.shape, row.dtype, note=f"{WRONG}{why}")
 
 
 COLUMNS = {

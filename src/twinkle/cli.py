@@ -70,6 +70,7 @@ def main(
       twinkle-kernel plan tiny:qwen3     what would be replaced, why not more
       twinkle-kernel verify tiny:qwen3   the same numbers, gradients included?
       twinkle-kernel bench               how fast every kernel is on this machine
+      twinkle-kernel bench tiny:qwen3    what the kernels gain in a training step
       twinkle-kernel demo                a training with and without kernels
 
     [bold]Exit codes[/]
@@ -168,6 +169,9 @@ def verify(
 
 @app.command()
 def bench(
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help=f"{MODEL_HELP} Without it: ops.", show_default=False)
+    ] = None,
     op: Annotated[
         list[str] | None,
         typer.Option("--op", metavar="OP", help="Only this op: repeat the option or use commas.", show_default=False),
@@ -176,38 +180,94 @@ def bench(
         str | None, typer.Option("--device", help="Measure here; default: this machine's accelerator, else cpu.")
     ] = None,
     budget: Annotated[
-        float, typer.Option("--budget", metavar="SECONDS", min=1, help="Start nothing new after so long.")
-    ] = 120.0,
+        float | None,
+        typer.Option(
+            "--budget",
+            metavar="SECONDS",
+            min=1,
+            help="Start nothing new after so long; default: 120. With a MODEL: as many rounds as that gives; "
+            "default: 20 rounds, or 60.",
+            show_default=False,
+        ),
+    ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Toy sizes and nothing compiled: does everything run?")
+        bool, typer.Option("--quick", help="Ops: toy sizes and nothing compiled: does everything run?")
     ] = False,
     inductor: Annotated[
-        bool, typer.Option("--inductor/--no-inductor", help="Measure torch.compile too, which takes most of the time.")
-    ] = True,
+        bool | None,
+        typer.Option(
+            "--inductor/--no-inductor",
+            help="Ops: measure torch.compile too (the default), which takes most of the time.",
+            show_default=False,
+        ),
+    ] = None,
+    also: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--also",
+            metavar="NAMES",
+            help="MODEL: measure these too: a backend, e.g. inductor, or an opt-in entry: fused_ce.",
+            show_default=False,
+        ),
+    ] = None,
+    batch: Annotated[int | None, typer.Option("--batch", min=1, help="MODEL: rows.", show_default=False)] = None,
+    length: Annotated[
+        int | None, typer.Option("--length", min=1, help="MODEL: tokens in a row.", show_default=False)
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--dtype",
+            metavar="DTYPE",
+            help="MODEL: float32, bfloat16 or float16; default: bfloat16, on a CPU float32.",
+            show_default=False,
+        ),
+    ] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option("--layers", min=1, help="MODEL: layers to build, as for verify.", show_default=False),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", metavar="FILE", help="Also write the JSON there.", show_default=False)
     ] = None,
     json: Json = False,
 ) -> None:
-    """Times the kernels of each op against what they replace, on this machine.
+    """Times kernels on this machine: op by op, or what they gain in a MODEL.
 
-    Who takes part: the classes and functions of transformers (hf), PyTorch's own
-    F.rms_norm, and every backend that can run here, plug-ins included. All are
-    timed in turns, forward and backward; a star marks what the default mapping
-    takes. A kernel whose result is wrong isn't timed. Ctrl-C shows what was
-    measured so far.
+    Ops: who takes part are the classes and functions of transformers (hf),
+    PyTorch's own F.rms_norm, and every backend that can run here, plug-ins
+    included. All are timed in turns, forward and backward; a star marks what the
+    default mapping takes. A kernel whose result is wrong isn't timed.
 
-    The exit code is 1 when a kernel's result is wrong and 3 when nothing could
-    be measured.
+    MODEL: a training step (forward, loss, backward) of the model with random
+    weights: the original in turns with each entry of the default mapping switched
+    on alone, each backend of its chain alone, and all together. Shown are calls,
+    time saved with its spread, memory, what is not worth it here, and a mapping
+    to copy where another one is faster by more than the noise.
+
+    Ctrl-C shows what was measured so far. The exit code is 1 when a kernel's
+    result is wrong and 3 when nothing could be measured.
 
     [bold]Examples[/]
       twinkle-kernel bench --quick
       twinkle-kernel bench --op rms_norm --op rotary --no-inductor
       twinkle-kernel bench --device cuda:1 --budget 300 --output bench.json
+      twinkle-kernel bench tiny:qwen3
+      twinkle-kernel bench Qwen/Qwen3-0.6B --batch 4 --also inductor
     """
     from twinkle.commands.bench import run
 
-    _run(run, ops=op, device=device, budget=budget, quick=quick, inductor=inductor, output=output, as_json=json)
+    _run(
+        run,
+        model,
+        for_ops={"quick": quick or None, "inductor": inductor},
+        for_models={"also": also, "batch": batch, "length": length, "dtype": dtype, "layers": layers},
+        ops=op,
+        device=device,
+        budget=budget,
+        output=output,
+        as_json=json,
+    )
 
 
 @app.command()

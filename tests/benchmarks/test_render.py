@@ -99,6 +99,28 @@ def test_a_step_becomes_a_table_and_two_plots(language):
     assert all(f"plots/step-cuda-{what}.svg" in text for what in ("speed", "memory"))
 
 
+@pytest.mark.parametrize("language", TEXTS)
+def test_a_model_becomes_a_table_with_what_follows(language):
+    def of(who, saved, **figures):
+        return {f"{who}_us": saved, f"{who}_low_us": saved - 1, f"{who}_high_us": saved + 1, **figures}
+
+    norm, mlp = "model/transformers.models.llama.modeling_llama.LlamaRMSNorm", "model/a.b.MLP.forward"
+    rows = [
+        row("hf", 100.0, "model/original"),
+        row("hf again", 100.0, "model/original", figures=of("saved", 0.0)),
+        row("triton", 99.0, norm, chosen=True, figures=of("saved", 1000.0, calls=4.0)),
+        row("liger", 98.0, norm, figures=of("saved", 2000.0, calls=4.0) | of("gain", 1000.0)),
+        Result("model/sdpa", "npu", "9x9", "float32", note="wrong: its loss is 1"),
+    ]
+    files = {"cuda/model": ResultFile({**run_of("GPU"), "settings": {"model": "tiny:llama"}}, tuple(rows))}
+    text = sections.model(files, TEXTS[language], "cuda")
+    assert "| `llama.LlamaRMSNorm` | triton ★ | 4 | 1000 (999 .. 1001) | 250 (250 .. 250) | - | " in text
+    assert "- `llama.LlamaRMSNorm`: npu → liger → triton → torch" in text
+    assert TEXTS[language]["verdict faster"].format(share="2.0%") in text and mlp not in text
+    missing = sections.model({}, TEXTS[language], "cuda")
+    assert "twinkle-kernel bench Qwen/Qwen3-0.6B --output benchmarks/results/cuda/model.json" in missing
+
+
 def test_every_candidate_of_a_step_can_be_explained():
     for text in TEXTS.values():
         assert {key.removeprefix("who ") for key in text if key.startswith("who ")} == CANDIDATES.keys()

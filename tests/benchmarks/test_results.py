@@ -19,7 +19,7 @@ from twinkle.bench.results import Result, medians, percentiles, read, significan
 from twinkle.kernel.ops.torch_support import FASTER
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("ops", "host", "step", "kernelize", "tune")
+NAMES = ("ops", "host", "step", "kernelize", "tune", "model")
 RESULTS = sorted(path for path in (ROOT / "benchmarks" / "results").glob("*/*.json") if path.stem in NAMES)
 OPS = [path for path in RESULTS if path.stem == "ops"]
 
@@ -37,6 +37,9 @@ def test_rounds_are_interleaved_and_nobody_always_follows_the_same():
     calls = {who: lambda who=who: called.append(who) for who in "abc"}
     samples = clocks.interleaved(calls, Clock(), rounds=3, seconds=60)
     assert "".join(called) == "aabbcc" + "bca" + "cab" + "abc"
+    called.clear()
+    clocks.interleaved(calls, Clock(), rounds=1, seconds=60, warm_up=0)
+    assert "".join(called) == "bca"
     assert {who: len(ms) for who, ms in samples.items()} == {"a": 3, "b": 3, "c": 3}
 
 

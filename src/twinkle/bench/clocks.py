@@ -114,18 +114,21 @@ def host_clock_for(device: torch.device) -> Clock | None:
     return None if device.type == "cpu" else SubmitClock(device)
 
 
-def interleaved(calls: dict[str, Call], clock: Clock, *, rounds: int, seconds: float) -> dict[str, list[float]]:
+def interleaved(
+    calls: dict[str, Call], clock: Clock, *, rounds: int, seconds: float, warm_up: int = 2
+) -> dict[str, list[float]]:
     """Times every call once per round, so that a drift of the machine hits all alike.
 
     Args:
         rounds: at most that many, at least three.
         seconds: no further round is started after that.
+        warm_up: how often each is called before.
 
     Returns:
         who -> milliseconds, one per round.
     """
     for call in calls.values():
-        for _ in range(2):
+        for _ in range(warm_up):
             call()
     clock.wait()
     repeats = {who: clock.repeats(call) for who, call in calls.items()}

@@ -2,6 +2,7 @@
 
 A result file is one JSON object: ``schema`` (the version of this layout), ``run`` (what all rows have in common: id,
 program, device, threads, versions, ceilings, settings) and ``results``, a list of rows as :class:`Result` describes.
+The file of a model also has ``conclusions``, which follow from the rows, see :class:`twinkle.bench.worth.Conclusions`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,16 @@ FIGURES = {
     "kernels": "programs that one step launches on the device",
     "gpu_busy_ms": "of one step, the time in which the device does anything",
     "loss": "of the first step: all candidates have the same weights and the same batch",
+    "step_memory_gb": "the most memory that tensors of one step held at a time, beyond what was there before it, in GB",
+    "sites": "places of the model that the kernel serves",
+    "calls": "calls of the kernel in one step",
+    "calls_left": "calls of one step that the kernel left to the original",
+    "saved_us": "of a step, against the original: median of the differences within a round, in microseconds",
+    "saved_low_us": "where that median begins, with 99 % confidence; not there where the rounds were too few",
+    "saved_high_us": "where it ends",
+    "gain_us": "the same against what the default mapping takes",
+    "gain_low_us": "where that median begins",
+    "gain_high_us": "where it ends",
 }
 """What :attr:`Result.figures` may hold."""
 
@@ -49,7 +60,8 @@ class Result:
 
     Attributes:
         case: what was measured, parts divided by ``/``; for an op ``op/variant/f`` (forward, without gradients) or
-            ``op/variant/fb`` (forward and backward), for a training step ``step/model``.
+            ``op/variant/fb`` (forward and backward), for a training step ``step/model``; for a model of which parts
+            are switched on ``model/target``, see :mod:`twinkle.bench.model`.
         who: the candidate: ``hf`` is what transformers does, other names are backends or libraries; ``all`` where the
             whole case was not measured.
         shape: for people and for grouping, e.g. ``2048x1024``.
@@ -84,6 +96,7 @@ class Run:
     settings: dict[str, Any] = field(default_factory=dict)
     ceilings: dict[str, float] = field(default_factory=dict)
     results: list[Result] = field(default_factory=list)
+    conclusions: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The result file's content. It names no host, no user and no path."""
@@ -103,6 +116,7 @@ class Run:
                 "settings": self.settings,
             },
             "results": [asdict(result) for result in self.results],
+            **({} if self.conclusions is None else {"conclusions": self.conclusions}),
         }
 
     def write(self, path: str | Path) -> None:

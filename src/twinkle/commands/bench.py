@@ -1,11 +1,14 @@
-"""``twinkle-kernel bench``: the kernels of each op against what they replace, on this machine."""
+"""``twinkle-kernel bench``: the kernels of each op against what they replace, on this machine.
+
+With a MODEL the work is in :mod:`twinkle.commands.bench_model`.
+"""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from twinkle.commands.console import CommandError, first_line, print_json, progress, quiet_logs, stdout
 from twinkle.commands.console import show as print_blocks
@@ -17,9 +20,37 @@ if TYPE_CHECKING:
     from twinkle.bench.results import Run
 
 WRONG_RESULT, NOTHING_MEASURED, INTERRUPTED = 1, 3, 130
+BUDGET = 120.0
 
 
 def run(
+    model: str | None, *, for_ops: Mapping[str, Any], for_models: Mapping[str, Any], budget: float | None, **both: Any
+) -> int:
+    """Times ops, or with a model what the default mapping is worth for it; returns the exit code.
+
+    Args:
+        for_ops: the options that only go without a model, by name; None for those that were not given.
+        for_models: the options that only go with one.
+        budget: None for the default.
+        both: the other options.
+
+    Raises:
+        CommandError: an option doesn't go with or without a model, or see the function that is called.
+    """
+    for name, value in (for_models if model is None else for_ops).items():
+        if value is not None:
+            option = f"--no-{name}" if value is False else f"--{name}"
+            remedy = f"name one: bench MODEL {option}" if model is None else "leave it out"
+            raise CommandError(f"{option} goes {'only with' if model is None else 'without'} a MODEL; {remedy}")
+    if model is None:
+        quick, inductor = bool(for_ops["quick"]), for_ops["inductor"] is not False
+        return run_ops(quick=quick, inductor=inductor, budget=budget or BUDGET, **both)
+    from twinkle.commands.bench_model import run_model
+
+    return run_model(model, budget=budget, **for_models, **both)
+
+
+def run_ops(
     *,
     ops: Sequence[str] | None,
     device: str | None,

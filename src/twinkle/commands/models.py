@@ -143,6 +143,38 @@ def find_model(argument: str) -> ModelSource:
     return ModelSource(argument, config=_read_config(argument, path))
 
 
+def check_memory(
+    source: ModelSource, dtype: torch.dtype, device: str, layers: int | None, bytes_each: int, needing: str
+) -> None:
+    """Refuses a model that this machine can't hold, before it is built.
+
+    Args:
+        bytes_each: what a parameter takes in all.
+        needing: how the message says what for.
+
+    Raises:
+        CommandError: it needs more memory than is free.
+    """
+    parameters = sum(parameter.numel() for parameter in source.on_meta(dtype, layers).parameters())
+    needed, free = parameters * bytes_each, _free_memory(device)
+    if free is not None and needed > free:
+        raise CommandError(
+            f"{source.argument} has {parameters / 1e9:.1f} billion parameters here: {needing} {needed / 1e9:.0f} GB, "
+            f"{free / 1e9:.0f} GB are free on {device}; build fewer layers with --layers"
+        )
+
+
+def _free_memory(device: str) -> int | None:
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # not on this system
+        return None
+
+
 def require_transformers() -> None:
     """
     Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,16 +67,17 @@ def parse_dtype(text: str | None) -> torch.dtype | None:
     return getattr(torch, DTYPES[text])
 
 
-def parse_chain(backends: Sequence[str] | None) -> tuple[str, ...]:
-    """The backends of ``--backend``; empty when it wasn't given.
+def parse_chain(backends: Sequence[str] | None, option: str = "--backend", more: Iterable[str] = ()) -> tuple[str, ...]:
+    """The backends of an option, which may name ``more``; empty when it wasn't given.
 
     Raises:
         CommandError: a backend that no op has, or no name at all.
     """
     from twinkle.kernel import registry
 
-    chain = tuple(parse_names("--backend", backends))
-    known = {name for op in registry.ops() for name in registry.backends_of(op)} | set(registry.KNOWN_BACKENDS)
+    chain = tuple(parse_names(option, backends))
+    known = {name for op in registry.ops() for name in registry.backends_of(op)}
+    known |= {*registry.KNOWN_BACKENDS, *more}
     for name in chain:
         if name not in known:
             raise CommandError(

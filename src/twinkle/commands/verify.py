@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import os
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from twinkle.commands.console import CommandError, first_line, print_json, progress, quiet_logs, show, stdout
-from twinkle.commands.models import ModelSource, find_model
+from twinkle.commands.console import first_line, print_json, progress, quiet_logs, show, stdout
+from twinkle.commands.models import check_memory, find_model
 from twinkle.commands.options import mapping_for, parse_chain, parse_device, parse_dtype
 from twinkle.kernel.report_text import reasons_blocks, short, unimplemented_line
 from twinkle.layout import Block, paragraph, table
@@ -100,7 +99,8 @@ def run(
     with progress(as_json) as bar, quiet_logs():
         task = bar.add_task(f"building {model}", total=None)
         if source.preset is None:
-            check_memory(source, chosen, where, layers)
+            # Two models with gradients and one more, and one in fp64 with its gradients.
+            check_memory(source, chosen, where, layers, 5 * chosen.itemsize + 2 * 8, "comparing needs about")
         original = source.with_random_weights(chosen, where, layers)
         outcomes = compare(original, mapping_for(chain), bar)
         bar.remove_task(task)
@@ -258,33 +258,6 @@ def _chosen_experts(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> lis
 
 def _equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(a.equal(b) for a, b in zip(one, other, strict=True))
-
-
-def check_memory(source: ModelSource, dtype: torch.dtype, device: str, layers: int | None) -> None:
-    """Refuses a model that this machine can't hold four times, once of them in fp64, with all gradients.
-
-    Raises:
-        CommandError: it needs more memory than is free.
-    """
-    parameters = sum(parameter.numel() for parameter in source.on_meta(dtype, layers).parameters())
-    needed = parameters * (3 * dtype.itemsize + 2 * dtype.itemsize + 2 * 8)  # two models with gradients, fp64 with its
-    free = _free_memory(device)
-    if free is not None and needed > free:
-        raise CommandError(
-            f"{source.argument} has {parameters / 1e9:.1f} billion parameters here: comparing needs about "
-            f"{needed / 1e9:.0f} GB, {free / 1e9:.0f} GB are free on {device}; build fewer layers with --layers"
-        )
-
-
-def _free_memory(device: str) -> int | None:
-    if device.startswith("cuda"):
-        import torch
-
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # not on this system
-        return None
 
 
 def exit_code(outcomes: list[Outcome]) -> int:

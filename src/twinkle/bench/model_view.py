@@ -1,0 +1,199 @@
+"""What was measured of a model, for people: a table, what follows from it, and a mapping to copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from twinkle.bench import worth
+from twinkle.bench.results import ORIGINAL, Result, significant
+from twinkle.bench.view import factor
+from twinkle.bench.worth import CASE, ORIGINAL_CASE, TOGETHER, Conclusions
+from twinkle.kernel.report_text import short
+from twinkle.layout import EMPTY_LINE, Block, paragraph, table
+
+COLUMNS = ("entry", "backend", "calls", "saved a step, us", "saved a call, us", "memory, MB", "here")
+NUMBERS = ("calls", "memory, MB")
+STYLES = {worth.SLOWER: "red", worth.NOISE: "dim", worth.NOT_CALLED: "yellow", worth.NOT_MEASURED: "red"}
+HERE = {
+    worth.FASTER: "{share} faster",
+    worth.SLOWER: "not worth it ({share} slower)",
+    worth.NOISE: "not worth it (noise)",
+    worth.LIGHTER: "{memory} less memory",
+    worth.NOT_CALLED: "not called",
+    worth.TOO_FEW: "too few rounds to tell",
+    worth.NOT_MEASURED: "not measured",
+}
+
+DOUBT = {
+    worth.NOISE: "within the noise",
+    worth.LIGHTER: "within the noise",
+    worth.NOT_CALLED: "no kernel takes a call of this size",
+    worth.TOO_FEW: "too few rounds to tell",
+}
+RESTLESS = 0.05
+"""From this part of a step on, the noise is more than a quiet machine has."""
+
+
+def blocks(results: Sequence[Result], found: Conclusions, width: int, *, enough_s: float = 0.0) -> Iterator[Block]:
+    """Everything but the header: at most ``width`` columns, but for what is there to be copied.
+
+    Args:
+        enough_s: how many seconds give as many rounds as it takes to tell anything.
+    """
+    original = next(row for row in results if row.case == ORIGINAL_CASE and row.who == ORIGINAL)
+    rows = [row for row in results if row.case != ORIGINAL_CASE]
+    yield from _paragraphs(_about_original(original, found, enough_s), width)
+    yield EMPTY_LINE
+    styles = [STYLES.get(found.verdicts[row.case, row.who], "") for row in rows]
+    yield from table(COLUMNS, [cells(row, original, found) for row in rows], width, numbers=NUMBERS, styles=styles)
+    yield from _paragraphs(_legend(rows), width, "dim")
+    notes = [f"{name(row)}, {row.who}: {row.note}" for row in rows if row.note]
+    if notes:
+        yield EMPTY_LINE
+        yield from _paragraphs(notes, width)
+    yield EMPTY_LINE
+    yield from _paragraphs(_outcome(rows, original, found), width)
+    if found.chains or found.without:
+        yield EMPTY_LINE
+        yield Block(mapping_lines(found, width), "cyan")
+
+
+def _paragraphs(texts: Sequence[str], width: int, style: str = "") -> Iterator[Block]:
+    for text in texts:
+        yield Block(paragraph(text, width), style)
+
+
+def name(row: Result) -> str:
+    """The entry's target, as short as a report has it."""
+    return short(row.case.removeprefix(CASE))
+
+
+def _about_original(row: Result, found: Conclusions, enough_s: float) -> list[str]:
+    if not row.ms:
+        return [f"The original wasn't measured: {row.note}."]
+    speed = f", {row.figures['tokens_per_s']:,.0f} tokens/s" if "tokens_per_s" in row.figures else ""
+    p20, p50, p80 = (significant(row.ms[p]) for p in ("p20", "p50", "p80"))
+    memory = [f"{megabytes(row.figures[key])} MB {what}" for key, what in MEMORY.items() if key in row.figures]
+    held = f" It holds {', '.join(memory)}." if memory else ""
+    lines = [f"A step of the original takes {p50} ms ({p20} .. {p80}){speed}.{held}"]
+    if found.noise_us is None:
+        lines.append(
+            f"{row.samples} rounds are too few to tell anything. It takes {worth.LEAST_ROUNDS}: try "
+            f"--budget {enough_s:.0f}."
+        )
+    else:
+        lines.append(
+            f"Noise: measured once more in the same {row.samples} rounds, it differs from itself by up to "
+            f"{microseconds(found.noise_us)} us ({found.noise_us / row.ms['p50'] / 10:.1f}%). Nothing smaller counts."
+        )
+        if found.noise_us > RESTLESS * row.ms["p50"] * 1e3:
+            lines.append(
+                "That is much: something else is at work on this machine. Try again, or with a larger --budget."
+            )
+    return lines
+
+
+MEMORY = {"step_memory_gb": "beyond the model's own", "peak_memory_gb": "in all at its peak"}
+
+
+def megabytes(gigabytes: float) -> str:
+    """``0.0354`` -> ``35.4``."""
+    return significant(gigabytes * 1e3)
+
+
+def cells(row: Result, original: Result, found: Conclusions, here: Mapping[str, str] = HERE) -> tuple[str, ...]:
+    """A row's text, by column.
+
+    Args:
+        here: verdict -> its words; ``{share}`` is by how much of the original's step, ``{memory}`` of its memory.
+    """
+    figures, verdict = row.figures, found.verdicts[row.case, row.who]
+    calls = figures.get("calls", 0.0)
+    share = f"{abs(figures['saved_us']) / original.ms['p50'] / 10:.1f}%" if row.ms and original.ms else ""
+    memory = "-"
+    if "step_memory_gb" in figures and "step_memory_gb" in original.figures:
+        memory = _signed((figures["step_memory_gb"] - original.figures["step_memory_gb"]) * 1e3)
+    return (
+        name(row),
+        f"{row.who}{'*' * row.chosen}",
+        f"{calls:.0f}" if "calls" in figures else "-",
+        _spread(figures, 1),
+        _spread(figures, calls) if calls and row.case != TOGETHER else "-",
+        memory,
+        here[verdict].format(share=share, memory=f"{worth.less_memory(row, original):.0%}"),
+    )
+
+
+def _spread(figures: dict[str, float], share: float) -> str:
+    """``120 (98.0 .. 140)``, divided among so many calls."""
+    if "saved_us" not in figures:
+        return "-"
+    median = microseconds(figures["saved_us"] / share)
+    if "saved_low_us" not in figures:
+        return median
+    low, high = (microseconds(figures[f"saved_{end}_us"] / share) for end in ("low", "high"))
+    return f"{median} ({low} .. {high})"
+
+
+def microseconds(value: float) -> str:
+    """To three digits, but no finer than 0.1 us: no clock is."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}"
+
+
+def _signed(value: float) -> str:
+    """Three digits that count, with a sign; what is next to nothing is 0."""
+    return "0" if abs(value) < 5e-3 else ("+" if value > 0 else "-") + significant(abs(value))
+
+
+def _legend(rows: Sequence[Result]) -> list[str]:
+    lines = [
+        "saved: the original's time less this one's, the median of the rounds and where it lies with "
+        f"{worth.CONFIDENCE:.0%} confidence; *: what the default mapping takes"
+    ]
+    if any("step_memory_gb" in row.figures for row in rows):
+        lines.append("memory: what the tensors of a step hold at most, more (+) or less (-) than the original's")
+    return lines
+
+
+def _outcome(rows: Sequence[Result], original: Result, found: Conclusions) -> list[str]:
+    """The total, what isn't worth it, and whether another order is."""
+    lines = []
+    total = next((row for row in rows if row.case == TOGETHER), None)
+    if total and total.ms and original.ms:
+        speed = f", {total.figures['tokens_per_s']:,.0f} tokens/s" if "tokens_per_s" in total.figures else ""
+        # By the differences within the rounds, as in the table: the medians may be of other rounds.
+        before = original.ms["p50"]
+        p50, times = significant(total.ms["p50"]), factor(before / (before - total.figures["saved_us"] / 1e3))
+        said = found.verdicts[total.case, total.who]
+        doubt = f" ({DOUBT[said]})" if said in DOUBT else ""
+        lines.append(f"All together: a step takes {p50} ms{speed}: {times} as fast{doubt}.")
+    usual = {name(row): found.verdicts[row.case, row.who] for row in rows if row.chosen and row.case != TOGETHER}
+    useless = [entry for entry, said in usual.items() if said in (worth.NOISE, worth.SLOWER)]
+    if useless:
+        lines.append(f"Not worth it here, as far as this run can tell: {', '.join(useless)}.")
+    others = [row for row in rows if row.ms and not row.chosen]
+    if found.chains or found.without:
+        lines.append("Faster here than the default mapping, by more than the noise, for batches of this size:")
+    elif found.noise_us is None:
+        pass
+    elif others:
+        lines.append("No other backend is faster than what the default mapping takes, by more than the noise.")
+    else:
+        lines.append("No order of backends was compared: for each entry only one can run here (--also adds others).")
+    return lines
+
+
+def mapping_lines(found: Conclusions, width: int) -> list[str]:
+    """The default mapping with what is better here, as Python source; where it is wrapped it stays Python."""
+    names = ["DEFAULT_KERNEL_CONFIG", *(["KernelChoice"] if found.chains else [])]
+    line = f"from twinkle.kernel import {', '.join(names)}"
+    lines = [line] if len(line) <= width else ["from twinkle.kernel import (", *(f"    {n}," for n in names), ")"]
+    lines += ["", "mapping = {", "    **DEFAULT_KERNEL_CONFIG,"]
+    for target, (op, backends) in found.chains.items():
+        chain = ", ".join(f'"{backend}"' for backend in backends) + "," * (len(backends) == 1)
+        value = f'KernelChoice("{op}", ({chain})),'
+        if len(target) + len(value) + 8 <= width:
+            lines.append(f'    "{target}": {value}')
+        else:
+            lines += [f'    "{target}":', *paragraph(value, width, indent=8)]
+    return [*lines, "}", *(f'mapping.pop("{target}")' for target in found.without)]
