@@ -9,15 +9,15 @@ from __future__ import annotations
 from twinkle.kernel.registry import KernelChoice
 
 # op -> backends, best first, as measured: see benchmarks/results and docs/en/benchmarks.md. Where the `torch`
-# backend doesn't win (see ops/torch_support.py) it refuses. liger's moe_experts is registered, but never chosen by
-# default.
+# backend doesn't win (see ops/torch_support.py) it refuses. moe_experts by triton is registered, but not chosen before
+# it is measured; by liger it never is.
 _CHAINS: dict[str, tuple[str, ...]] = {
     "rms_norm": ("npu", "triton", "liger", "torch"),
     "gated_rms_norm": ("npu", "triton", "torch"),
     "swiglu": ("npu", "triton", "liger"),
     "geglu": ("npu", "triton", "liger"),
     "rotary": ("npu", "triton", "liger", "torch"),
-    "moe_experts": ("npu", "triton"),
+    "moe_experts": ("npu",),
     "moe_block": ("npu",),
     "sdpa_attention": ("npu",),
     "fla": ("npu", "fla"),

@@ -10,6 +10,11 @@ register_op(
     "moe_experts",
     reference=f"{_HERE}.experts_reference",
     implementations={
+        "triton": KernelImpl(
+            lazy_import(f"{_HERE}.triton:load"),
+            lazy_import("twinkle.kernel.ops.triton_support:available"),
+            lazy_import(f"{_HERE}.triton:accepts"),
+        ),
         "liger": KernelImpl(
             lazy_import(f"{_HERE}.liger:load"),
             lazy_import(f"{_HERE}.liger:available"),

@@ -31,8 +31,10 @@ TUNING = "LIGER_FUSED_MOE_AUTOTUNE"
 def accepts(site: Site) -> Reason | None:
     """SiLU experts, on a device that Liger's kernels run on, when the user has decided about tuning."""
     variant: MoeExpertsVariant = site.variant
-    if variant.activation != "silu":
-        return Reason("activation", f"the activation is {variant.activation}, Liger's experts have silu")
+    if variant.gate.activation != "silu":
+        return Reason("activation", f"the activation is {variant.gate.activation}, Liger's experts have silu")
+    if not variant.plain:
+        return Reason("variant", "Liger's experts have no clamped gate, no biases and weights of [E, 2 I, H] only")
     return device_reason(site) or _tuning_reason()
 
 
@@ -59,7 +61,7 @@ def load(target: Any, site: Site) -> type[nn.Module]:
     function = differentiable_once(liger_function("LigerFusedMoEFunction"))
 
     def forward(
-        self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        self: Any, hidden_states: torch.Tensor, top_k_index: Any = None, top_k_weights: Any = None
     ) -> torch.Tensor:
         # Under expert parallelism a slot may name no expert (an index of num_experts), where Liger would write out of
         # bounds. Telling whether one does would make the CPU wait for the GPU, so each such slot is given to expert 0
@@ -70,7 +72,7 @@ def load(target: Any, site: Site) -> type[nn.Module]:
         return launch(function, hidden_states, self.gate_up_proj, self.down_proj, index, weights)
 
     def accepts_call(
-        self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        self: Any, hidden_states: torch.Tensor, top_k_index: Any = None, top_k_weights: Any = None
     ) -> str | None:
         reason = call_reason(hidden_states, top_k_weights, self.gate_up_proj, self.down_proj)
         if reason is not None:

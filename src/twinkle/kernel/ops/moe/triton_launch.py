@@ -1,0 +1,216 @@
+"""Launching the programs of a mixture of experts: shapes, strides and tile sizes.
+
+Everything here takes rows that lie expert by expert, see :class:`twinkle.kernel.ops.moe.routing.Route`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from twinkle.kernel.ops.moe import triton_kernels as kernels
+from twinkle.kernel.ops.moe.experts_reference import Gate
+from twinkle.kernel.ops.moe.routing import Route
+from twinkle.kernel.ops.triton_programs import on_device
+
+
+class Projection(NamedTuple):
+    """How a stack of weights lies: strides in elements.
+
+    Attributes:
+        expert: from expert to expert.
+        column: from one output of the projection to the next.
+        row: from one input to the next.
+        second: from the gate's first output to the up projection's; 0 where there is one projection.
+    """
+
+    expert: int
+    column: int
+    row: int
+    second: int = 0
+
+
+def gate_up_projection(weight: torch.Tensor, transposed: bool, interleaved: bool) -> Projection:
+    """Of ``[E, 2 I, H]``, or ``[E, H, 2 I]`` when transposed; gate first, or gate and up in turns."""
+    expert, first, second = weight.stride()
+    column, row = (second, first) if transposed else (first, second)
+    width = weight.shape[2 if transposed else 1] // 2
+    return (
+        Projection(expert, 2 * column, row, column) if interleaved else Projection(expert, column, row, width * column)
+    )
+
+
+def down_projection(weight: torch.Tensor, transposed: bool) -> Projection:
+    """Of ``[E, H, I]``, or ``[E, I, H]`` when transposed."""
+    expert, first, second = weight.stride()
+    return Projection(expert, second, first) if transposed else Projection(expert, first, second)
+
+
+class Tiles(NamedTuple):
+    """Of one program: rows and columns of the result, how much is summed at a time, and how it is run."""
+
+    rows: int
+    columns: int
+    inner: int
+    warps: int
+    stages: int
+    group: int = 8
+
+
+UP = Tiles(128, 128, 64, 8, 3)
+ROWS = Tiles(128, 128, 64, 8, 3)
+GATE_BACKWARD = Tiles(128, 128, 64, 8, 3)
+WEIGHT = Tiles(128, 128, 64, 8, 3)
+
+
+def _row_tiles(route: Route, tiles: Tiles) -> int:
+    """As many as there may be: each expert may leave one unfilled."""
+    return triton.cdiv(route.slots.numel(), tiles.rows) + min(route.ends.numel(), route.slots.numel())
+
+
+def _precision(dtype: torch.dtype) -> str:
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def _grouped(route: Route, tiles: Tiles, dtype: torch.dtype) -> dict[str, Any]:
+    """The compile-time values that the grouped programs share."""
+    return {
+        "PRECISION": _precision(dtype),
+        "EXPERTS": triton.next_power_of_2(route.ends.numel()),
+        "GROUP": tiles.group,
+        "ROWS": tiles.rows,
+        "COLUMNS": tiles.columns,
+        "INNER": tiles.inner,
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+    }
+
+
+def _gate(gate: Gate) -> tuple[tuple[float, float, float], dict[str, Any]]:
+    return (gate.limit or 0.0, gate.alpha, gate.offset), {
+        "ACTIVATION": gate.activation,
+        "CLAMPED": gate.limit is not None,
+    }
+
+
+def up(
+    x: torch.Tensor,
+    route: Route,
+    weight: torch.Tensor,
+    at: Projection,
+    bias: torch.Tensor | None,
+    bias_at: Projection | None,
+    gate: Gate,
+    width: int,
+    keep: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``[S, I]`` gated products of ``x [T, H]``, and with ``keep`` both projections ``[S, 2 I]``."""
+    total, tiles = route.slots.numel(), UP
+    out = torch.empty(total, width, dtype=x.dtype, device=x.device)
+    gate_up = torch.empty(total, 2 * width, dtype=x.dtype, device=x.device) if keep else None
+    row_tiles, column_tiles = _row_tiles(route, tiles), triton.cdiv(width, tiles.columns)
+    numbers, constants = _gate(gate)
+    where = bias_at or Projection(0, 0, 0)
+    with on_device(x):
+        kernels.up_kernel[(row_tiles * column_tiles,)](
+            x, route.slots, route.ends, weight, bias, gate_up, out,
+            route.ends.numel(), row_tiles, column_tiles, x.shape[1], width, route.top_k, x.stride(0),
+            at.expert, at.column, at.row, at.second, where.expert, where.column, where.second, *numbers,
+            BIAS=bias is not None, KEEP=keep, **constants, **_grouped(route, tiles, x.dtype),
+        )  # fmt: skip
+    return out, gate_up
+
+
+def rows(
+    a: torch.Tensor,
+    route: Route,
+    weight: torch.Tensor,
+    at: Projection,
+    width: int,
+    bias: torch.Tensor | None = None,
+    parts: int = 1,
+) -> torch.Tensor:
+    """``[S, N]``: each row of ``a [S, parts * K]`` times its expert's weight."""
+    tiles = ROWS
+    out = torch.empty(a.shape[0], width, dtype=a.dtype, device=a.device)
+    row_tiles, column_tiles = _row_tiles(route, tiles), triton.cdiv(width, tiles.columns)
+    inner = a.shape[1] // parts
+    with on_device(a):
+        kernels.rows_kernel[(row_tiles * column_tiles,)](
+            a, route.ends, weight, bias, out,
+            route.ends.numel(), row_tiles, column_tiles, inner, width, a.stride(0), inner,
+            at.expert, at.column, at.row, at.second, 0 if bias is None else bias.stride(0),
+            PARTS=parts, BIAS=bias is not None, **_grouped(route, tiles, a.dtype),
+        )  # fmt: skip
+    return out
+
+
+def combine(y: torch.Tensor, route: Route, weights: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """``[T, H]``: for each token the sum of its slots' rows of ``y [S, H]``, weighted by ``weights [T, K]``."""
+    tokens, width = route.places.shape[0], y.shape[1]
+    out = torch.empty(tokens, width, dtype=dtype, device=y.device)
+    columns = min(1024, triton.next_power_of_2(width))
+    with on_device(y):
+        kernels.combine_kernel[(tokens, triton.cdiv(width, columns))](
+            y, route.places, weights, out, width, route.top_k, out.stride(0),
+            WEIGHTED=weights is not None, COLUMNS=columns, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def gate_backward(
+    grad: torch.Tensor,
+    route: Route,
+    weight: torch.Tensor,
+    at: Projection,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate: Gate,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradient of both projections ``[S, 2 I]``, weighted gated products ``[S, I]``, gradient of ``weights [S]``."""
+    total, tiles = route.slots.numel(), GATE_BACKWARD
+    width = gate_up.shape[1] // 2
+    dgate_up = torch.empty_like(gate_up)
+    product = torch.empty(total, width, dtype=gate_up.dtype, device=grad.device)
+    row_tiles, column_tiles = _row_tiles(route, tiles), triton.cdiv(width, tiles.columns)
+    share = torch.empty(column_tiles, total, dtype=torch.float32, device=grad.device)
+    numbers, constants = _gate(gate)
+    with on_device(grad):
+        kernels.gate_backward_kernel[(row_tiles * column_tiles,)](
+            grad, route.slots, route.ends, weight, weights, gate_up, dgate_up, product, share,
+            total, route.ends.numel(), row_tiles, column_tiles, grad.shape[1], width, route.top_k, grad.stride(0),
+            at.expert, at.row, at.column, *numbers,  # the weight is read the other way round
+            **constants, **_grouped(route, tiles, grad.dtype),
+        )  # fmt: skip
+    return dgate_up, product, share.sum(0)
+
+
+def weight_gradient(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    route: Route,
+    out: torch.Tensor,
+    at: Projection,
+    bias: torch.Tensor | None = None,
+    bias_at: Projection | None = None,
+    *,
+    a_by_token: bool = False,
+    b_by_token: bool = False,
+) -> None:
+    """Writes ``a.T @ b`` over each expert's rows into ``out``; and the sums of ``a``'s rows into ``bias``."""
+    tiles = WEIGHT
+    height, width = a.shape[1], b.shape[1]
+    height_tiles, width_tiles = triton.cdiv(height, tiles.rows), triton.cdiv(width, tiles.columns)
+    where = bias_at or Projection(0, 0, 0)
+    half = height // 2 if at.second else height
+    with on_device(a):
+        kernels.weight_kernel[(route.ends.numel() * height_tiles * width_tiles,)](
+            a, b, route.slots, route.ends, out, bias,
+            height_tiles, width_tiles, height, width, half, route.top_k, a.stride(0), b.stride(0),
+            at.expert, at.column, at.row, at.second, where.expert, where.column, where.second,
+            A_TOKENS=a_by_token, B_TOKENS=b_by_token, BIAS=bias is not None, PRECISION=_precision(a.dtype),
+            ROWS=tiles.rows, COLUMNS=tiles.columns, INNER=tiles.inner,
+            num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip

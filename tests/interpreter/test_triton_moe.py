@@ -1,0 +1,209 @@
+"""Experts by our Triton programs: every layout, gate, choice of experts and dtype, both ways; whole models."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.models import clean_process  # noqa: F401
+from tests.support.triton_device import DEVICE, DTYPES, by_device, examples
+from twinkle import presets
+from twinkle.commands.verify import judge
+from twinkle.kernel import KernelChoice, kernelize
+from twinkle.kernel.ops.moe import triton as backend
+from twinkle.kernel.ops.moe import triton_launch
+from twinkle.kernel.ops.moe.experts_reference import Gate, MoeExpertsVariant, moe_experts
+from twinkle.kernel.ops.moe.routing import route
+from twinkle.kernel.report import report, short
+from twinkle.kernel.undo import unkernelize
+from twinkle.kernel.verify import allowed_error_used
+
+pytest.importorskip("transformers")
+
+FAMILIES = {
+    "mixtral": "MixtralExperts",
+    "qwen3_moe": "Qwen3MoeExperts",
+    "qwen3_next": "Qwen3NextExperts",
+    "qwen3_vl_moe": "Qwen3VLMoeTextExperts",
+    "qwen3_5_moe": "Qwen3_5MoeExperts",
+    "glm4_moe": "Glm4MoeExperts",
+    "gemma4": "Gemma4TextExperts",
+    "deepseek_v3": "DeepseekV3Experts",
+    "deepseek_v4": "DeepseekV4Experts",
+    "gpt_oss": "GptOssExperts",
+}
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that small sizes have several of each kind."""
+    for name in ("UP", "ROWS", "GATE_BACKWARD", "WEIGHT"):
+        if DEVICE == "cpu":
+            monkeypatch.setattr(triton_launch, name, triton_launch.Tiles(16, 16, 16, 4, 2, group=2))
+
+
+gates = st.sampled_from(
+    [Gate("silu"), Gate("gelu"), Gate("gelu_tanh"), Gate("silu", 0.8), Gate("silu", 0.7, 1.702, 1.0)]
+)
+variants = st.builds(MoeExpertsVariant, gates, st.booleans(), st.booleans(), st.booleans())
+
+
+def made(
+    variant: MoeExpertsVariant, sizes: tuple[int, ...], dtype: torch.dtype, seed: int, strangers: bool
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Differentiable inputs by name, and the chosen experts."""
+    tokens, hidden, width, experts, top_k = sizes
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"gate_up": (experts, 2 * width, hidden), "down": (experts, hidden, width)}
+    if variant.transposed:
+        shapes = {name: (experts, shape[2], shape[1]) for name, shape in shapes.items()}
+    shapes |= {"x": (tokens, hidden), "weights": (tokens, top_k)}
+    if variant.bias:
+        shapes |= {"gate_up_bias": (experts, 2 * width), "down_bias": (experts, hidden)}
+    inputs = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    for name in ("gate_up", "down"):
+        inputs[name] /= hidden**0.5
+    inputs["weights"] = inputs["weights"].abs()
+    index = torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)])
+    if experts > top_k:
+        index[index == experts - 1] = 0  # an expert without tokens; a token may have chosen another one twice then
+    if strangers:
+        index[::3, 0] = experts
+        index[1::4, -1] = -1
+    return {name: t.to(DEVICE, dtype) for name, t in inputs.items()}, index.to(DEVICE)
+
+
+def results(
+    function: Any, inputs: dict[str, torch.Tensor], index: torch.Tensor, variant: MoeExpertsVariant, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """The output and every input's gradient."""
+    leaves = {name: tensor.detach().to(dtype).requires_grad_() for name, tensor in inputs.items()}
+    stacks = tuple(leaves.get(name) for name in ("gate_up", "down", "gate_up_bias", "down_bias"))
+    out = function(leaves["x"], index, leaves["weights"], stacks, variant)
+    seed = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(out)
+    gradients = torch.autograd.grad(out, list(leaves.values()), seed)
+    return {"output": out.detach(), **dict(zip(leaves, gradients, strict=True))}
+
+
+def ours(x: Any, index: Any, weights: Any, stacks: Any, variant: MoeExpertsVariant) -> torch.Tensor:
+    return backend._Experts.apply(x, weights, *stacks, index, variant)
+
+
+SIZES = by_device(
+    [(13, 24, 20, 5, 2), (1, 8, 8, 2, 1), (7, 17, 33, 3, 3), (40, 16, 16, 9, 8), (5, 40, 6, 1, 1)],
+    [(513, 256, 192, 8, 2), (1, 64, 64, 2, 1), (300, 200, 264, 3, 3), (1000, 128, 128, 64, 8), (65, 96, 40, 1, 1)],
+)
+
+
+@examples
+@given(
+    variant=variants,
+    sizes=st.sampled_from(SIZES),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 100),
+    strangers=st.booleans(),
+)
+def test_output_and_gradients_are_within_the_judgement(
+    variant: MoeExpertsVariant, sizes: tuple[int, ...], dtype: torch.dtype, seed: int, strangers: bool
+) -> None:
+    inputs, index = made(variant, sizes, dtype, seed, strangers)
+    found = results(ours, inputs, index, variant, dtype)
+    theirs = results(moe_experts, inputs, index, variant, dtype)
+    exact = results(moe_experts, inputs, index, variant, torch.float64)
+    used = {name: allowed_error_used(found[name], theirs[name], exact[name]) for name in exact}
+    assert max(used.values()) <= 1, used
+
+
+@pytest.mark.parametrize("frozen", [("x", "weights"), ("gate_up", "down"), ("x", "gate_up"), ("weights", "down")])
+def test_only_the_gradients_that_are_wanted(frozen: tuple[str, ...]) -> None:
+    variant = MoeExpertsVariant(Gate("silu"))
+    inputs, index = made(variant, SIZES[0], torch.float32, 0, False)
+    leaves = {name: tensor.requires_grad_(name not in frozen) for name, tensor in inputs.items()}
+    expected = results(ours, inputs, index, variant, torch.float32)
+    out = ours(leaves["x"], index, leaves["weights"], (leaves["gate_up"], leaves["down"], None, None), variant)
+    out.backward(torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(out))
+    for name, leaf in leaves.items():
+        assert leaf.grad is None if name in frozen else torch.equal(leaf.grad, expected[name]), name
+
+
+def test_inputs_as_they_lie() -> None:
+    """Rows apart, columns apart, and stacks that are views of larger ones."""
+    variant = MoeExpertsVariant(Gate("silu"))
+    inputs, index = made(variant, SIZES[0], torch.float32, 1, False)
+    expected = results(ours, inputs, index, variant, torch.float32)
+    tokens, hidden = inputs["x"].shape
+    experts, width, inner = inputs["down"].shape
+    strided = {
+        "x": torch.zeros(tokens, 2 * hidden, device=DEVICE)[:, ::2],
+        "weights": torch.zeros(inputs["weights"].shape[::-1], device=DEVICE).t(),
+        "gate_up": torch.zeros(2, *inputs["gate_up"].shape, device=DEVICE).transpose(0, 1)[:, 1],
+        "down": torch.zeros(experts, width, 3 * inner, device=DEVICE)[..., 5 : 5 + inner],
+    }
+    for name, tensor in strided.items():
+        tensor.copy_(inputs[name]).requires_grad_()
+    stacks = strided["gate_up"], strided["down"], None, None
+    out = ours(strided["x"], index.t().contiguous().t(), strided["weights"], stacks, variant)
+    grad = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(out)
+    found = torch.autograd.grad(out, list(strided.values()), grad.t().contiguous().t())
+    assert torch.equal(out, expected["output"])
+    for name, gradient in zip(strided, found, strict=True):
+        assert torch.equal(gradient, expected[name]), name
+
+
+def test_its_gradient_can_be_differentiated() -> None:
+    variant = MoeExpertsVariant(Gate("silu"))
+    inputs, index = made(variant, SIZES[0], torch.float32, 2, False)
+    penalties = []
+    for function in (ours, moe_experts):
+        x = inputs["x"].clone().requires_grad_()
+        out = function(x, index, inputs["weights"], (inputs["gate_up"], inputs["down"], None, None), variant)
+        (gradient,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        penalties.append(torch.autograd.grad(gradient.square().sum(), x)[0])
+    torch.testing.assert_close(*penalties, rtol=1e-3, atol=1e-3)
+
+
+def test_the_route() -> None:
+    index = torch.tensor([[2, 0], [4, 2], [0, -1], [2, 1]], device=DEVICE)
+    found = route(index, 4)
+    assert found.ends.tolist() == [2, 3, 6, 6]
+    assert found.slots[:6].tolist() == [1, 4, 7, 0, 3, 6], "by expert, in the tokens' order"
+    assert found.places.tolist() == [[3, 0], [-1, 4], [1, -1], [5, 2]]
+
+
+# --- whole models -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_familys_experts(name: str) -> None:
+    """Verified one by one, and in the model: outputs and the gradient of every parameter."""
+    original = presets.build(name).to(DEVICE)
+    mapping = {f"{type(original).__module__}.{FAMILIES[name]}.forward": KernelChoice("moe_experts", ("triton",))}
+    model = kernelize(copy.deepcopy(original), mapping, verify=True, strict=True)
+    used = judge(original, model)
+    (row,) = report(model).rows
+    assert (short(row.target), row.state, row.verified) == (f"{name}.{FAMILIES[name]}.forward", "installed", True)
+    assert row.calls > 0 and row.fallbacks == {}
+    assert used and max(used.values()) <= 1, {key: value for key, value in used.items() if value > 1}
+    unkernelize(model)
+
+
+def test_calls_that_are_the_originals() -> None:
+    model = presets.build("qwen3_moe").to(DEVICE)
+    target = f"{type(model).__module__}.Qwen3MoeExperts.forward"
+    kernelize(model, {target: KernelChoice("moe_experts", ("triton",))})
+    experts = next(m for m in model.modules() if type(m).__name__ == "Qwen3MoeExperts")
+    hidden = experts.gate_up_proj.shape[2]
+    x, weights = torch.randn(3, hidden, device=DEVICE), torch.ones(3, 2, device=DEVICE)
+    index = torch.zeros(3, 2, dtype=torch.long, device=DEVICE)
+    assert experts(x[:0], index[:0], weights[:0]).shape == (0, hidden)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        experts(x, index, weights)
+    (row,) = report(model).rows
+    assert set(row.fallbacks) == {"an empty tensor", "autocast would make the original multiply in another dtype"}
+    unkernelize(model)
