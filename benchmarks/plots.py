@@ -1,4 +1,4 @@
-"""Bar charts as SVG files that need nothing else: no script, no font, no style sheet.
+"""Bar and line charts as SVG files that need nothing else: no script, no font, no style sheet.
 
 Written here rather than by a plotting library because the same figures must give the same bytes everywhere: a test
 compares the committed files with what the committed results give.
@@ -6,8 +6,10 @@ compares the committed files with what the committed results give.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from html import escape
+from typing import Any
 
 WIDTH, LEFT, RIGHT, BAR, GAP, TOP = 760, 230, 74, 13, 12, 40
 
@@ -21,7 +23,9 @@ COLOURS = {
     "liger": ("#5aa795", "#6cbcaa"),
     "triton": ("#c8442c", "#ff8f6b"),
     "twinkle": ("#c8442c", "#ff8f6b"),
+    "twinkle+fused_ce": ("#e07a3a", "#ffb067"),
     "twinkle+compile": ("#8c2615", "#ffb79f"),
+    "twinkle+fused_ce+compile": ("#6a3d1a", "#f3cfa6"),
 }
 OTHER = ("#b58b3c", "#d0a95c")
 
@@ -72,6 +76,62 @@ def bar_chart(title: str, groups: Sequence[Group], *, unit: str, full: float | N
         at = LEFT + full * scale
         parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{top - 6}" y2="{height - GAP + 4}"/>')
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+HEIGHT, MARGIN, BELOW = 300, 64, 34
+
+
+def line_chart(title: str, curves: Mapping[str, Sequence[float]], *, log: bool = False) -> str:
+    """Curves over steps, all of one length; the last is drawn on top.
+
+    Args:
+        title: what it shows, for those who can't see it.
+        curves: name -> values by step.
+        log: a logarithmic axis; what isn't positive is left out.
+    """
+    drawn = {
+        name: [(step, math.log10(v) if log else v) for step, v in enumerate(values, 1) if v > 0 or not log]
+        for name, values in curves.items()
+    }
+    heights = [y for points in drawn.values() for _, y in points]
+    last = max(len(values) for values in curves.values())
+    every = 1.0 if log else _round((max(heights) - min(heights)) / 4)
+    low, high = math.floor(min(heights) / every) * every, math.ceil(max(heights) / every) * every
+    x = lambda step: MARGIN + (step - 1) / max(last - 1, 1) * (WIDTH - MARGIN - GAP)  # noqa: E731
+    y = lambda value: HEIGHT - BELOW - (value - low) / (high - low) * (HEIGHT - BELOW - TOP)  # noqa: E731
+    css = {name: f"c{number}" for number, name in enumerate(curves)}
+    colours = {css[name]: COLOURS.get(name.split(" order")[0], OTHER) for name in curves}
+    lines = " ".join(f".{name} {{ fill: none; stroke: {pair[0]}; }}" for name, pair in colours.items())
+    dark = " ".join(f".{name} {{ stroke: {pair[1]}; }}" for name, pair in colours.items())
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'aria-label="{escape(title, quote=True)}">',
+        f"<style>{_style({})} polyline, rect {{ stroke-width: 1.5; }} {lines} "
+        f"@media (prefers-color-scheme: dark) {{ {dark} }}</style>",
+    ]
+    at = float(MARGIN)
+    for name in curves:
+        parts.append(f'<polyline class="{css[name]}" points="{at:.0f},13 {at + 16:.0f},13"/>')
+        parts.append(f'<text x="{at + 21:.0f}" y="17">{escape(name)}</text>')
+        at += 40 + 7.2 * len(name)
+    for number in range(round((high - low) / every) + 1):
+        value = low + number * every
+        label = f"1e{value:.0f}" if log else f"{value:g}"
+        parts.append(f'<line x1="{MARGIN}" x2="{WIDTH - GAP}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>')
+        parts.append(f'<text x="{MARGIN - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{label}</text>')
+    for step in (1, *range(_round(last / 6), last + 1, _round(last / 6))):
+        parts.append(f'<text x="{x(step):.1f}" y="{HEIGHT - BELOW + 18}" text-anchor="middle">{step}</text>')
+    for name, points in drawn.items():
+        path = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points)
+        parts.append(f'<polyline class="{css[name]}" points="{path}"/>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _round(rough: float) -> Any:
+    """The next of 1, 2, 5, 10, … times a power of ten; an int where it is one."""
+    unit = 10.0 ** math.floor(math.log10(rough))
+    found = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= rough * 0.999)
+    return int(found) if found >= 1 else found
 
 
 def _style(colours: dict[str, tuple[str, str]]) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from benchmarks.plots import bar_chart
+from benchmarks.plots import bar_chart, line_chart
+from benchmarks.training import OURS, judged
 from benchmarks.verdict import compare
 from twinkle.bench import model_view, view
 from twinkle.bench.results import ORIGINAL, Result, ResultFile, medians, significant
@@ -122,6 +123,25 @@ def step(files: Files, text: dict[str, str], device: str) -> str:
     return "\n\n".join([_run_line(name, found, text), "\n".join(whos), *plots, table, "\n".join(notes)]).rstrip()
 
 
+def training(files: Files, text: dict[str, str], device: str) -> str:
+    """A line per training, how far the kernelized curve is from the others, and both as plots."""
+    name = f"{device}/training"
+    if name not in files:
+        return _missing(name, text)
+    found, rows = files[name], []
+    for row in found.results:
+        assert row.ms
+        rows.append((row.who, f"{row.figures['first_loss']:.4f}", f"{row.figures['last_loss']:.4f}", row.dtype))
+    header = [text.get(f"column {key}", key) for key in ("who", "first loss", "last loss", "dtype")]
+    worst = max(judged(found.curves), key=lambda step: step.used)
+    verdict = text["within" if worst.used <= 1 else "not within"].format(
+        used=f"{worst.used:.2f}", distance=f"{worst.distance:.2g}", allowed=f"{worst.allowed:.2g}"
+    )
+    plots = [f"![{text[f'plot {what}']}]({PLOTS}/training-{device}-{what}.svg)" for what in ("loss", "distance")]
+    parts = [_run_line(name, found, text), markdown_table(header, rows, 1), verdict, *plots, found.results[-1].note]
+    return "\n\n".join(parts)
+
+
 def kernelize(files: Files, text: dict[str, str], device: str) -> str:
     """A line per case."""
     name = f"{device}/kernelize"
@@ -220,6 +240,11 @@ def plots(files: Files, text: dict[str, str]) -> dict[str, str]:
             for direction in ("fb", "f"):
                 title = text[f"plot {direction}"]
                 found[f"ops-{device}-{direction}.svg"] = _memory_plot(content, direction, title)
+        if program == "training":
+            steps = judged(content.curves)
+            distances = {"allowed": [s.allowed for s in steps], OURS: [s.distance for s in steps]}
+            found[f"training-{device}-loss.svg"] = line_chart(text["plot loss"], content.curves)
+            found[f"training-{device}-distance.svg"] = line_chart(text["plot distance"], distances, log=True)
         if program == "step":
             for what, (figure, unit, digits) in STEP_PLOTS.items():
                 groups = [
@@ -259,5 +284,7 @@ def section(name: str) -> Section:
     kind, _, device = name.partition(" ")
     if kind == "chains":
         return chains
-    of_device = {"ops": ops, "host": host, "step": step, "kernelize": kernelize, "model": model}[kind]
+    of_device = {
+        "ops": ops, "host": host, "step": step, "training": training, "kernelize": kernelize, "model": model
+    }[kind]  # fmt: skip
     return lambda files, text: of_device(files, text, device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -114,16 +115,20 @@ def _no_liger() -> Reason | None:
     return None if usable else why
 
 
-def _kernelize(model: Any) -> str:
-    """Our default mapping; says what serves."""
-    from twinkle.kernel import kernelize
+def _kernelize(model: Any, **more: tuple[str, tuple[str, ...]]) -> str:
+    """Our default mapping, with further entries by logical name; says what serves."""
+    from twinkle.kernel import DEFAULT_KERNEL_CONFIG, KernelChoice, kernelize
     from twinkle.kernel.report import report
 
+    mapping = {**DEFAULT_KERNEL_CONFIG, **{name: KernelChoice(*choice) for name, choice in more.items()}}
     instances: dict[str, int] = {}
-    for row in report(kernelize(model)).rows:
+    for row in report(kernelize(model, mapping)).rows:
         if row.state == "installed":
             instances[f"{row.op} {row.backend}"] = instances.get(f"{row.op} {row.backend}", 0) + row.instances
     return ", ".join(f"{what} x{number}" for what, number in sorted(instances.items())) or "nothing was replaced"
+
+
+_with_fused_loss = functools.partial(_kernelize, fused_ce=("causal_lm_loss", ("triton", "torch")))
 
 
 @dataclass(frozen=True)
@@ -147,9 +152,11 @@ class Candidate:
 CANDIDATES: dict[str, Candidate] = {
     ORIGINAL: Candidate(),
     "twinkle": Candidate(after=_kernelize),
+    "twinkle+fused_ce": Candidate(after=_with_fused_loss),
     "liger": Candidate(before=_patch_liger, missing=_no_liger),
     "compile": Candidate(compiled=True),
     "twinkle+compile": Candidate(after=_kernelize, compiled=True),
+    "twinkle+fused_ce+compile": Candidate(after=_with_fused_loss, compiled=True),
 }
 
 # --- the process of one candidate -------------------------------------------------------------------------------------
@@ -211,8 +218,17 @@ def measure(who: str, workload: Workload, device: torch.device, *, seconds: floa
     if module:
         figures["peak_memory_gb"] = round(module.max_memory_allocated() / 1e9, 3)
         figures |= profiled(step, device)
+    if candidate.compiled:
+        figures |= _compiled_figures()
     host_us = percentiles([ms * 1e3 for ms in handed_over])
     return row(ms=times, host_us=host_us, samples=len(done), figures=figures, note=note)
+
+
+def _compiled_figures() -> dict[str, float]:
+    """What the compiler had to do in this process: one graph and no break mean that nothing was compiled again."""
+    from torch._dynamo.utils import counters
+
+    return {"graphs": counters["stats"]["unique_graphs"], "graph_breaks": sum(counters["graph_break"].values())}
 
 
 def _samples(step: Callable[[], Any], device: torch.device, seconds: float) -> tuple[list[float], list[float]]:
@@ -287,6 +303,8 @@ COLUMNS = {
     "kernels": "kernels",
     "peak_memory_gb": "peak GB",
     "loss": "loss",
+    "graphs": "graphs",
+    "graph_breaks": "breaks",
 }
 
 

@@ -16,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from benchmarks import host, kernelize, ops, step, trace
+from benchmarks import host, kernelize, ops, step, trace, training
 from tests.support.results import check_schema
 from twinkle.bench import clocks
 from twinkle.bench import ops as measuring
@@ -209,23 +209,52 @@ def test_kernelizing_48_layers_takes_less_than_a_second(loopback):
         assert statistics.median(times) < 1000, times
 
 
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def test_training_quick(tmp_path, capsys):
+    path = tmp_path / "training.json"
+    run = training.main([*QUICK, "--threads", "1", "--json", str(path)])
+    check_schema(json.loads(path.read_text()))
+    assert read(path).curves == run.curves
+    assert list(run.curves) == ["hf", "hf order 1", "hf order 2", "twinkle+fused_ce"]
+    assert all(len(losses) == 12 and losses[-1] < losses[0] for losses in run.curves.values())
+    assert "causal_lm_loss by torch: 12 calls" in run.results[-1].note
+    assert max(step.used for step in training.judged(run.curves)) <= 1
+    assert "is within the original's own spread" in capsys.readouterr().out
+
+
+def test_a_curve_that_leaves_the_spread_is_told():
+    losses = {who: [3.0, 2.0, 1.0] for who in ("hf", "hf order 1", "hf order 2")}
+    losses["hf order 1"] = [3.0, 2.01, 1.01]
+    assert [step.used > 1 for step in training.judged({**losses, training.OURS: [3.0, 2.02, 1.05]})] == [
+        False,
+        False,
+        True,
+    ]
+
+
 # --- step -------------------------------------------------------------------------------------------------------------
 
 
 def test_step_quick(tmp_path, capsys):
     path = tmp_path / "step.json"
-    run = step.main([*QUICK, "--threads", "1", "--candidates", "hf,liger,twinkle+compile", "--json", str(path)])
+    run = step.main(
+        [*QUICK, "--threads", "1", "--candidates", "hf,liger,twinkle+fused_ce+compile", "--json", str(path)]
+    )
     check_schema(json.loads(path.read_text()))
     assert read(path).results == tuple(run.results)
     rows = {row.who: row for row in run.results}
-    assert list(rows) == ["hf", "liger", "twinkle+compile"]
-    for who in ("hf", "twinkle+compile"):
-        assert rows[who].figures.keys() == {"loss", "first_step_s", "tokens_per_s"}
+    ours = "twinkle+fused_ce+compile"
+    assert list(rows) == ["hf", "liger", ours]
+    for who, more in (("hf", set()), (ours, {"graphs", "graph_breaks"})):
+        assert rows[who].figures.keys() == {"loss", "first_step_s", "tokens_per_s"} | more
         assert rows[who].host_us["p50"] <= rows[who].ms["p50"] * 1e3
-    assert "rms_norm torch x9" in rows["twinkle+compile"].note
+    assert "causal_lm_loss torch x1, rms_norm torch x9" in rows[ours].note
+    assert (rows[ours].figures["graphs"], rows[ours].figures["graph_breaks"]) == (1, 0)
     assert rows["liger"].ms or "no device for Liger" in rows["liger"].note
     printed = capsys.readouterr().out
-    assert "tokens/s" in printed and "twinkle+compile: " in printed
+    assert "tokens/s" in printed and f"{ours}: " in printed
 
 
 def test_a_step_that_takes_too_long_or_fails_is_a_row_with_the_reason(capfd):

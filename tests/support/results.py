@@ -10,7 +10,8 @@ from twinkle.bench.results import FIGURES, SCHEMA, Result
 def check_schema(content: dict[str, Any]) -> None:
     """A result file's content keeps to the layout."""
     of_model = {"conclusions"} if content["run"]["program"] == "model" else set()
-    assert content.keys() == {"schema", "run", "results"} | of_model
+    of_training = {"curves"} if content["run"]["program"] == "training" else set()
+    assert content.keys() == {"schema", "run", "results"} | of_model | of_training
     assert content["schema"] == SCHEMA
     run = content["run"]
     assert run.keys() == {

@@ -2,7 +2,8 @@
 
 A result file is one JSON object: ``schema`` (the version of this layout), ``run`` (what all rows have in common: id,
 program, device, threads, versions, ceilings, settings) and ``results``, a list of rows as :class:`Result` describes.
-The file of a model also has ``conclusions``, which follow from the rows, see :class:`twinkle.bench.worth.Conclusions`.
+The file of a model also has ``conclusions``, which follow from the rows, see :class:`twinkle.bench.worth.Conclusions`;
+that of a training ``curves``, the loss before each step by who was trained.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ FIGURES = {
     "peak_memory_gb": "the most memory that PyTorch held on the device during a step, in GB",
     "kernels": "programs that one step launches on the device",
     "gpu_busy_ms": "of one step, the time in which the device does anything",
+    "graphs": "graphs that `torch.compile` made until the end; with one, nothing was compiled twice",
+    "graph_breaks": "places where it had to leave the graph",
+    "first_loss": "of a training, before its first step",
+    "last_loss": "the mean of its last ten",
     "loss": "of the first step: all candidates have the same weights and the same batch",
     "step_memory_gb": "the most memory that tensors of one step held at a time, beyond what was there before it, in GB",
     "sites": "places of the model that the kernel serves",
@@ -97,6 +102,7 @@ class Run:
     ceilings: dict[str, float] = field(default_factory=dict)
     results: list[Result] = field(default_factory=list)
     conclusions: dict[str, Any] | None = None
+    curves: dict[str, list[float]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The result file's content. It names no host, no user and no path."""
@@ -117,6 +123,7 @@ class Run:
             },
             "results": [asdict(result) for result in self.results],
             **({} if self.conclusions is None else {"conclusions": self.conclusions}),
+            **({"curves": self.curves} if self.curves else {}),
         }
 
     def write(self, path: str | Path) -> None:
@@ -128,10 +135,11 @@ class Run:
 
 @dataclass(frozen=True)
 class ResultFile:
-    """A result file that was read: ``run`` is the object of that name."""
+    """A result file that was read: ``run`` and ``curves`` are the objects of those names."""
 
     run: dict[str, Any]
     results: tuple[Result, ...]
+    curves: dict[str, list[float]] = field(default_factory=dict)
 
 
 def read(path: str | Path) -> ResultFile:
@@ -147,7 +155,8 @@ def read(path: str | Path) -> ResultFile:
         raise ValueError(f"{path} is not a result file: no JSON object") from None
     if found != SCHEMA:
         raise ValueError(f"{path}: the layout's version is {found}, this program reads {SCHEMA}: measure again")
-    return ResultFile(content["run"], tuple(Result(**row) for row in content["results"]))
+    rows = tuple(Result(**row) for row in content["results"])
+    return ResultFile(content["run"], rows, content.get("curves", {}))
 
 
 def medians(results: Iterable[Result]) -> dict[tuple[str, str, str], dict[str, Result]]:
