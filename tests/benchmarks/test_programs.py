@@ -16,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from benchmarks import host, kernelize, ops, step, trace, training
+from benchmarks import host, kernelize, loss, ops, step, trace, training
 from tests.support.results import check_schema
 from twinkle.bench import clocks
 from twinkle.bench import ops as measuring
@@ -207,6 +207,29 @@ def test_kernelizing_48_layers_takes_less_than_a_second(loopback):
     for mapping in (None, with_backends(own, "loopback")):
         times = kernelize.kernelize_times(model, mapping, CPU, rounds=5)["kernelize"]
         assert statistics.median(times) < 1000, times
+
+
+# --- loss -------------------------------------------------------------------------------------------------------------
+
+
+def test_loss_quick(tmp_path, capsys):
+    path = tmp_path / "loss.json"
+    run = loss.main([*QUICK, "--threads", "1", "--json", str(path)])
+    check_schema(json.loads(path.read_text()))
+    rows = {row.who: row for row in run.results}
+    assert rows.keys() == loss.CANDIDATES.keys()
+    measured = {who: row for who, row in rows.items() if row.ms}
+    assert measured.keys() >= {"hf", "twinkle", "twinkle low memory", "twinkle, 32 chunks"}
+    assert all(row.figures["loss"] == pytest.approx(rows["hf"].figures["loss"], abs=1e-5) for row in measured.values())
+    assert all(row.figures["dw_error"] < 1e-6 for row in measured.values())
+    assert "error of dW" in capsys.readouterr().out
+
+
+def test_the_exact_gradient_is_the_gradient():
+    inputs = loss.Inputs.random((20, 8, 30), torch.float64, CPU)
+    inputs.step(loss.all_logits)
+    expected = torch.cat([inputs.weight.grad[:5], inputs.weight.grad[-5:]])
+    torch.testing.assert_close(loss.exact_gradient(inputs, 10), expected, rtol=1e-6, atol=1e-8)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------

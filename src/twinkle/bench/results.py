@@ -40,6 +40,7 @@ FIGURES = {
     "gpu_busy_ms": "of one step, the time in which the device does anything",
     "graphs": "graphs that `torch.compile` made until the end; with one, nothing was compiled twice",
     "graph_breaks": "places where it had to leave the graph",
+    "dw_error": "relative error of a weight's gradient, by its norm, against one that was summed up in fp64",
     "first_loss": "of a training, before its first step",
     "last_loss": "the mean of its last ten",
     "loss": "of the first step: all candidates have the same weights and the same batch",
