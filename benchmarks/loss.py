@@ -6,7 +6,6 @@ Times, peak memory, and how far the weight's gradient is from one that was summe
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.program import arguments, device_option, finish, progress, start
-from twinkle.bench.clocks import synchronize
+from benchmarks.program import arguments, device_option, finish, progress, start, timed_rounds
 from twinkle.bench.results import ORIGINAL, Result, Run, percentiles, significant
 from twinkle.layout import plain, table, width_of_terminal
 from twinkle.loss import linear_cross_entropy
@@ -108,7 +106,6 @@ def exact_gradient(inputs: Inputs, rows: int = 512) -> torch.Tensor:
 def measure(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int], rounds: int) -> Run:
     """A row for each candidate."""
     inputs = Inputs.random(sizes, dtype, device)
-    module = None if device.type == "cpu" else torch.get_device_module(device)
     rows = min(512, sizes[2] // 2 * 2)
     exact = exact_gradient(inputs, rows)
     run = Run("loss", device, {"rounds": rounds})
@@ -126,18 +123,8 @@ def measure(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int
             found = torch.cat([found[: rows // 2], found[-(rows // 2) :]]).double()
             figures["dw_error"] = float((found - exact).norm() / exact.norm())
             inputs.x.grad = inputs.weight.grad = None
-            if module:
-                module.synchronize()
-                module.reset_peak_memory_stats()
-            ms = []
-            for _ in range(rounds):
-                synchronize(device)
-                begin = time.perf_counter()
-                inputs.step(loss)
-                synchronize(device)
-                ms.append((time.perf_counter() - begin) * 1e3)
-            if module:
-                figures["peak_memory_gb"] = round(module.max_memory_allocated() / 1e9, 3)
+            ms, peak = timed_rounds(functools.partial(inputs.step, loss), device, rounds)
+            figures |= {} if peak is None else {"peak_memory_gb": peak}
             fields = {"ms": percentiles(ms), "samples": rounds, "figures": figures}
         except Exception as error:  # e.g. Liger without a GPU, or too little memory: the others' figures stay
             fields = {"note": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}

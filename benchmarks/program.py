@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from twinkle.bench.clocks import use
+from twinkle.bench.clocks import synchronize, use
 from twinkle.bench.results import Run
 
 
@@ -48,3 +51,19 @@ def progress(done: int, total: int, label: str) -> None:
     """A line on stderr for what comes next."""
     if done < total:
         print(f"[{done + 1}/{total}] {label}", file=sys.stderr, flush=True)
+
+
+def timed_rounds(step: Callable[[], Any], device: torch.device, rounds: int) -> tuple[list[float], float | None]:
+    """Milliseconds of each of some steps, and the most memory in GB that they needed; None on a CPU. Warm up first."""
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    synchronize(device)
+    if module:
+        module.reset_peak_memory_stats()
+    ms = []
+    for _ in range(rounds):
+        synchronize(device)
+        begin = time.perf_counter()
+        step()
+        synchronize(device)
+        ms.append((time.perf_counter() - begin) * 1e3)
+    return ms, round(module.max_memory_allocated() / 1e9, 3) if module else None

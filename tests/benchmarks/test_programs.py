@@ -16,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from benchmarks import host, kernelize, loss, ops, step, trace, training
+from benchmarks import host, kernelize, loss, moe, ops, step, trace, training
 from tests.support.results import check_schema
 from twinkle.bench import clocks
 from twinkle.bench import ops as measuring
@@ -207,6 +207,18 @@ def test_kernelizing_48_layers_takes_less_than_a_second(loopback):
     for mapping in (None, with_backends(own, "loopback")):
         times = kernelize.kernelize_times(model, mapping, CPU, rounds=5)["kernelize"]
         assert statistics.median(times) < 1000, times
+
+
+# --- mixtures of experts ----------------------------------------------------------------------------------------------
+
+
+def test_moe_quick(tmp_path, capsys):
+    path = tmp_path / "moe.json"
+    run = moe.main([*QUICK, "--threads", "1", "--json", str(path)])
+    check_schema(json.loads(path.read_text()))
+    assert [(row.who, row.case) for row in run.results[:2]] == [("hf", "moe/qwen3_moe/f"), ("hf", "moe/qwen3_moe/fb")]
+    assert all(row.ms or "no GPU" in row.note or "no device" in row.note for row in run.results)
+    assert "triton: triton: Triton has no GPU to run on" in capsys.readouterr().out
 
 
 # --- loss -------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,137 @@
+"""A mixture-of-experts block, router included, by each backend: ``python -m benchmarks.moe --json FILE``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.program import arguments, device_option, finish, progress, start, timed_rounds
+from twinkle.bench.ops import wrong
+from twinkle.bench.results import ORIGINAL, Result, Run, percentiles, significant
+from twinkle.kernel import KernelChoice, kernelize
+from twinkle.kernel.report import report as report_on
+from twinkle.kernel.undo import unkernelize
+from twinkle.layout import plain, table, width_of_terminal
+
+TARGET = "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeExperts.forward"
+BACKENDS = (ORIGINAL, "triton", "liger")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of Qwen3-30B-A3B by default."""
+
+    tokens: int = 8192
+    hidden: int = 2048
+    width: int = 768
+    experts: int = 128
+    top_k: int = 8
+
+    def __str__(self) -> str:
+        return f"{self.tokens}x{self.hidden}, {self.experts} experts of {self.width}, top {self.top_k}"
+
+
+SIZES = {"accelerator": Sizes(), "cpu": Sizes(512, 256, 128, 16, 4), "quick": Sizes(16, 32, 24, 4, 2)}
+
+
+def block(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Any:
+    """A block of transformers with random weights, in training mode."""
+    from transformers.models.qwen3_moe import configuration_qwen3_moe, modeling_qwen3_moe
+
+    config = configuration_qwen3_moe.Qwen3MoeConfig(
+        hidden_size=sizes.hidden,
+        moe_intermediate_size=sizes.width,
+        num_experts=sizes.experts,
+        num_experts_per_tok=sizes.top_k,
+        norm_topk_prob=True,
+    )
+    config._experts_implementation = "grouped_mm"  # what transformers chooses by itself
+    torch.manual_seed(0)
+    with torch.device(device):
+        made = modeling_qwen3_moe.Qwen3MoeSparseMoeBlock(config).to(dtype).train()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.normal_(0, 0.02)
+    return made
+
+
+def passes(made: Any, x: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
+    """``f``: forward without gradients; ``fb``: forward and backward. Each gives the output."""
+
+    def forward() -> torch.Tensor:
+        with torch.no_grad():
+            return made(x)
+
+    def both() -> torch.Tensor:
+        made.zero_grad(set_to_none=True)
+        x.grad = None
+        out: torch.Tensor = made(x)
+        out.backward(torch.ones_like(out))
+        return out.detach()
+
+    return {"f": forward, "fb": both}
+
+
+def measure(device: torch.device, dtype: torch.dtype, sizes: Sizes, rounds: int) -> Run:
+    """A row for each backend and pass."""
+    made = block(sizes, dtype, device)
+    x = torch.randn(1, sizes.tokens, sizes.hidden, device=device).to(dtype).requires_grad_()
+    expected = passes(made, x)["f"]()
+    run = Run("moe", device, {"rounds": rounds})
+    for number, backend in enumerate(BACKENDS):
+        progress(number, len(BACKENDS), backend)
+        if backend != ORIGINAL:
+            kernelize(made, {TARGET: KernelChoice("moe_experts", (backend,))})
+        note = None if backend == ORIGINAL else _why_not(made) or wrong(passes(made, x)["f"](), expected)
+        for name, step in passes(made, x).items():
+            fields: dict[str, Any] = {"note": note}
+            if note is None:
+                for _ in range(3):
+                    step()
+                ms, peak = timed_rounds(step, device, rounds)
+                figures = {} if peak is None else {"peak_memory_gb": peak}
+                fields = {"ms": percentiles(ms), "samples": rounds, "figures": figures}
+            case, shape = f"moe/qwen3_moe/{name}", str(sizes)
+            run.results.append(Result(case, backend, shape, str(dtype).removeprefix("torch."), **fields))
+        unkernelize(made)
+    return run
+
+
+def _why_not(made: Any) -> str | None:
+    """Why nothing serves; None when the kernel does."""
+    row = report_on(made).rows[0]
+    return None if row.state == "installed" else row.why()
+
+
+def report(run: Run) -> str:
+    """A line per backend and pass."""
+    lines = []
+    for row in run.results:
+        if row.ms:
+            p20, p50, p80 = (significant(row.ms[p]) for p in ("p20", "p50", "p80"))
+            peak = row.figures.get("peak_memory_gb")
+            lines.append(
+                (row.who, row.case.rpartition("/")[2], f"{p50} ({p20} .. {p80})", "-" if peak is None else peak)
+            )
+    shown = plain(table(("who", "pass", "ms (p20 .. p80)", "peak GB"), lines, width_of_terminal()))
+    return "\n".join([shown, *dict.fromkeys(f"{row.who}: {row.note}" for row in run.results if row.note)])
+
+
+def main(argv: list[str] | None = None) -> Run:
+    """Runs the program; returns what it measured."""
+    parser = arguments("moe", "Times a mixture-of-experts block.")
+    device_option(parser)
+    parser.add_argument("--rounds", type=int, default=20, help="timed calls of each (default: 20)")
+    options = parser.parse_args(argv)
+    device = start(options)
+    kind = "quick" if options.quick else "cpu" if device.type == "cpu" else "accelerator"
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    run = measure(device, dtype, SIZES[kind], 3 if options.quick else options.rounds)
+    return finish(run, options, report(run))
+
+
+if __name__ == "__main__":
+    main()
