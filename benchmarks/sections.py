@@ -11,6 +11,7 @@ from twinkle.bench import model_view, view
 from twinkle.bench.results import ORIGINAL, Result, ResultFile, medians, significant
 from twinkle.bench.view import Table, factor
 from twinkle.bench.worth import ORIGINAL_CASE, conclude
+from twinkle.commands.demo.outcome import ULP
 from twinkle.kernel import registry
 from twinkle.kernel.config import DEFAULT_KERNEL_CONFIG, default_chain
 from twinkle.kernel.report_text import short
@@ -242,7 +243,8 @@ def plots(files: Files, text: dict[str, str]) -> dict[str, str]:
                 found[f"ops-{device}-{direction}.svg"] = _memory_plot(content, direction, title)
         if program == "training":
             steps = judged(content.curves)
-            distances = {"allowed": [s.allowed for s in steps], OURS: [s.distance for s in steps]}
+            # Less than a unit in the last place of 1 is drawn as that: it would only stretch the axis.
+            distances = {"allowed": [s.allowed for s in steps], OURS: [max(s.distance, ULP) for s in steps]}
             found[f"training-{device}-loss.svg"] = line_chart(text["plot loss"], content.curves)
             found[f"training-{device}-distance.svg"] = line_chart(text["plot distance"], distances, log=True)
         if program == "step":
