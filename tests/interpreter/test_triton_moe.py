@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,8 +17,8 @@ from tests.support.triton_device import DEVICE, DTYPES, by_device, examples
 from twinkle import presets
 from twinkle.commands.verify import judge
 from twinkle.kernel import KernelChoice, kernelize
+from twinkle.kernel.ops.moe import torch_products, triton_launch, triton_products
 from twinkle.kernel.ops.moe import triton as backend
-from twinkle.kernel.ops.moe import triton_launch
 from twinkle.kernel.ops.moe.experts_reference import Gate, MoeExpertsVariant, moe_experts
 from twinkle.kernel.ops.moe.routing import route
 from twinkle.kernel.report import report, short
@@ -90,6 +92,16 @@ def results(
     return {"output": out.detach(), **dict(zip(leaves, gradients, strict=True))}
 
 
+@contextlib.contextmanager
+def by(products: Any) -> Iterator[None]:
+    """Everything by these products."""
+    before, backend.products_for = backend.products_for, lambda *_: products  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        backend.products_for = before
+
+
 def ours(x: Any, index: Any, weights: Any, stacks: Any, variant: MoeExpertsVariant) -> torch.Tensor:
     return backend._Experts.apply(x, weights, *stacks, index, variant)
 
@@ -112,7 +124,53 @@ def test_output_and_gradients_are_within_the_judgement(
     variant: MoeExpertsVariant, sizes: tuple[int, ...], dtype: torch.dtype, seed: int, strangers: bool
 ) -> None:
     inputs, index = made(variant, sizes, dtype, seed, strangers)
-    found = results(ours, inputs, index, variant, dtype)
+    with by(triton_products):
+        found = results(ours, inputs, index, variant, dtype)
+    assert_within_the_judgement(found, inputs, index, variant, dtype)
+
+
+@examples
+@given(
+    gate=gates,
+    transposed=st.booleans(),
+    sizes=st.sampled_from([(13, 32, 16, 5, 2), (1, 16, 48, 2, 1), (40, 16, 16, 9, 8)]),
+    seed=st.integers(0, 100),
+    strangers=st.booleans(),
+)
+def test_with_pytorchs_products(
+    gate: Gate, transposed: bool, sizes: tuple[int, ...], seed: int, strangers: bool
+) -> None:
+    variant = MoeExpertsVariant(gate, transposed)
+    inputs, index = made(variant, sizes, torch.bfloat16, seed, strangers)
+    stacks = inputs["gate_up"], inputs["down"], None, None
+    assert backend.products_for(inputs["x"], stacks, variant) is torch_products
+    found = results(ours, inputs, index, variant, torch.bfloat16)
+    assert_within_the_judgement(found, inputs, index, variant, torch.bfloat16)
+
+
+def test_what_pytorchs_products_cant_take() -> None:
+    plain = MoeExpertsVariant(Gate("silu"))
+
+    def chosen(variant: MoeExpertsVariant, sizes: tuple[int, ...], dtype: torch.dtype) -> Any:
+        inputs, _ = made(variant, sizes, dtype, 0, False)
+        stacks = tuple(inputs.get(name) for name in ("gate_up", "down", "gate_up_bias", "down_bias"))
+        return backend.products_for(inputs["x"], stacks, variant)
+
+    fitting = (13, 32, 16, 5, 2)
+    assert chosen(plain, fitting, torch.bfloat16) is torch_products
+    assert chosen(plain, fitting, torch.float32) is chosen(plain, fitting, torch.float16) is triton_products
+    assert chosen(plain, (13, 24, 16, 5, 2), torch.bfloat16) is triton_products
+    for variant in (MoeExpertsVariant(Gate("silu"), bias=True), MoeExpertsVariant(Gate("silu"), interleaved=True)):
+        assert chosen(variant, fitting, torch.bfloat16) is triton_products
+
+
+def assert_within_the_judgement(
+    found: dict[str, torch.Tensor],
+    inputs: dict[str, torch.Tensor],
+    index: torch.Tensor,
+    variant: MoeExpertsVariant,
+    dtype: torch.dtype,
+) -> None:
     theirs = results(moe_experts, inputs, index, variant, dtype)
     exact = results(moe_experts, inputs, index, variant, torch.float64)
     used = {name: allowed_error_used(found[name], theirs[name], exact[name]) for name in exact}

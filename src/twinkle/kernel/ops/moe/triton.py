@@ -1,7 +1,7 @@
-"""The ``triton`` backend of ``moe_experts``: rows sorted by expert, the gate inside the first product, both ways.
+"""The ``triton`` backend of ``moe_experts``: rows sorted by expert, the gate and the router's weights fused, both ways.
 
-The rows of the tokens are gathered while they are read and never copied; the router's weights are applied where the
-experts' results are summed up. Nothing waits for the device.
+The matrix products are PyTorch's where they can take what is there, else our own. The router's weights are applied
+where the experts' results are summed up. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from twinkle.kernel.ops.derived import layer
+from twinkle.kernel.ops.moe import torch_products, triton_products
 from twinkle.kernel.ops.moe import triton_launch as launch
-from twinkle.kernel.ops.moe.experts_reference import MoeExpertsVariant, moe_experts, stacks_of
+from twinkle.kernel.ops.moe.experts_reference import MoeExpertsVariant, Stacks, moe_experts, stacks_of
 from twinkle.kernel.ops.moe.routing import Route, route
 from twinkle.kernel.ops.triton_support import call_reason, device_reason, gradients_with_graph
 from twinkle.reasons import Reason
@@ -39,35 +40,37 @@ class _Experts(torch.autograd.Function):
         index: torch.Tensor,
         variant: MoeExpertsVariant,
     ) -> torch.Tensor:
+        stacks = gate_up, down, gate_up_bias, down_bias
         x, weights = _with_dense_rows(x), weights.contiguous()
         to = route(index, gate_up.shape[0])
-        first = launch.gate_up_projection(gate_up, variant.transposed, variant.interleaved)
-        second = launch.down_projection(down, variant.transposed)
-        width = gate_up.shape[2 if variant.transposed else 1] // 2
-        keep = any(ctx.needs_input_grad)
-        bias_at = _bias_projection(gate_up_bias, variant)
-        product, projected = launch.up(x, to, gate_up, first, gate_up_bias, bias_at, variant.gate, width, keep)
-        y = launch.rows(product, to, down, second, x.shape[1], down_bias)
+        products = products_for(x, stacks, variant)
+        product, projected = products.up(x, to, stacks, variant, any(ctx.needs_input_grad))
+        y = products.down(product, to, stacks, variant)
         ctx.variant = variant
-        ctx.save_for_backward(x, weights, gate_up, down, gate_up_bias, down_bias, index, projected, *to[:3])
+        ctx.save_for_backward(x, weights, *stacks, index, projected, *to[:3])
         return launch.combine(y, to, weights, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        x, weights, gate_up, down, gate_up_bias, down_bias, index, projected, *to = ctx.saved_tensors
-        inputs, variant = (x, weights, gate_up, down, gate_up_bias, down_bias), ctx.variant
-        needed = ctx.needs_input_grad[:6]
+        x, weights, gate_up, down, gate_up_bias, down_bias, index, projected, slots, places, ends = ctx.saved_tensors
+        stacks, variant, needed = (gate_up, down, gate_up_bias, down_bias), ctx.variant, ctx.needs_input_grad[:6]
         if torch.is_grad_enabled():  # the gradient is to be differentiated again
             formula = functools.partial(_by_formula, index=index, variant=variant)
-            return (*gradients_with_graph(formula, inputs, needed, grad), None, None)
-        slots, places, ends = to
-        rows = Route(slots, places, ends, index.shape[-1])
-        found = _gradients(inputs, index, variant, projected, rows, _with_dense_rows(grad), needed)
+            return (*gradients_with_graph(formula, (x, weights, *stacks), needed, grad), None, None)
+        to = Route(slots, places, ends, index.shape[-1])
+        found = _gradients(x, weights, stacks, index, variant, projected, to, _with_dense_rows(grad), needed)
         return (*found, None, None)
 
 
+def products_for(x: torch.Tensor, stacks: Stacks, variant: MoeExpertsVariant) -> Any:
+    """Whose matrix products serve: PyTorch's where they can."""
+    return torch_products if torch_products.fits(x, stacks, variant) else triton_products
+
+
 def _gradients(
-    inputs: tuple[Any, ...],
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    stacks: Stacks,
     index: torch.Tensor,
     variant: MoeExpertsVariant,
     projected: torch.Tensor,
@@ -75,49 +78,30 @@ def _gradients(
     grad: torch.Tensor,
     needed: tuple[bool, ...],
 ) -> list[torch.Tensor | None]:
-    x, weights, gate_up, down, gate_up_bias, down_bias = inputs
-    first = launch.gate_up_projection(gate_up, variant.transposed, variant.interleaved)
-    second = launch.down_projection(down, variant.transposed)
-    dprojected, product, share = launch.gate_backward(grad, to, down, second, weights, projected, variant.gate)
+    """Of ``x``, the router's weights and the four stacks."""
+    products = products_for(x, stacks, variant)
+    dprojected, product, share = products.gate_backward(grad, to, stacks, variant, weights, projected)
     found: list[torch.Tensor | None] = [None] * 6
     if needed[0]:
-        backwards = first._replace(column=first.row, row=first.column)
-        dx = launch.rows(dprojected, to, gate_up, backwards, x.shape[1], parts=2)
+        dx = products.input_gradient(dprojected, to, stacks, variant)
         found[0] = launch.combine(dx, to, None, x.dtype)
+    known = (index >= 0) & (index < stacks[0].shape[0])
+    expert = index.long().where(known, 0)
+    down_bias = stacks[3]
     if needed[1]:
-        chosen = share[to.places.clamp(min=0).long()].where(to.places >= 0, 0)
+        chosen = share[to.places.clamp(min=0).long()]
         if down_bias is not None:
-            of_bias = grad.float() @ down_bias.float().t()
-            known = (index >= 0) & (index < down_bias.shape[0])
-            chosen += of_bias.gather(1, index.long().where(known, 0)).where(known, 0)
-        found[1] = chosen.to(weights.dtype)
+            chosen = chosen + (grad.float() @ down_bias.float().t()).gather(1, expert)
+        found[1] = chosen.where(known, 0).to(weights.dtype)
     if needed[2] or needed[4]:
-        dgate_up, dbias = torch.empty_like(gate_up), None if gate_up_bias is None else torch.empty_like(gate_up_bias)
-        at = launch.gate_up_projection(dgate_up, variant.transposed, variant.interleaved)
-        bias_at = _bias_projection(dbias, variant)
-        launch.weight_gradient(dprojected, x, to, dgate_up, at, dbias, bias_at, b_by_token=True)
-        found[2], found[4] = dgate_up, dbias
+        found[2], found[4] = products.first_gradient(dprojected, x, to, stacks, variant)
     if needed[3]:
-        ddown = torch.empty_like(down)
-        at = launch.down_projection(ddown, variant.transposed)
-        launch.weight_gradient(grad, product, to, ddown, at, a_by_token=True)
-        found[3] = ddown
-    if needed[5]:
-        known = (index >= 0) & (index < down.shape[0])
-        shares = torch.zeros(x.shape[0], down.shape[0], dtype=torch.float32, device=x.device)
-        shares.scatter_add_(1, index.long().where(known, 0), weights.float().where(known, 0))
+        found[3] = products.second_gradient(grad, product, to, stacks, variant)
+    if needed[5] and down_bias is not None:
+        shares = torch.zeros(x.shape[0], len(down_bias), dtype=torch.float32, device=x.device)
+        shares.scatter_add_(1, expert, weights.float().where(known, 0))
         found[5] = (shares.t() @ grad.float()).to(down_bias.dtype)
     return [gradient if wanted else None for gradient, wanted in zip(found, needed, strict=True)]
-
-
-def _bias_projection(bias: torch.Tensor | None, variant: MoeExpertsVariant) -> launch.Projection | None:
-    """Of ``[E, 2 I]``, as the first projection's outputs lie."""
-    if bias is None:
-        return None
-    expert, column = bias.stride()
-    if variant.interleaved:
-        return launch.Projection(expert, 2 * column, 0, column)
-    return launch.Projection(expert, column, 0, bias.shape[1] // 2 * column)
 
 
 def _with_dense_rows(tensor: torch.Tensor) -> torch.Tensor:

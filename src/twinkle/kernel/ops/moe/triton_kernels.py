@@ -255,3 +255,49 @@ def weight_kernel(
     if BIAS and tile % width_tiles == 0:
         bias = bias_ptr + expert * bias_expert + row * bias_row + tl.where(second, bias_half, 0)
         tl.store(bias, sums.to(bias_ptr.dtype.element_ty), mask=m < height)
+
+
+@triton.jit
+def gate_kernel(
+    gate_up_ptr, ends_ptr, out_ptr, experts, width, limit, alpha, offset,
+    ACTIVATION: tl.constexpr, CLAMPED: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The gated product of both projections: ``[S, 2 I]`` to ``[S, I]``."""
+    row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(ends_ptr + experts - 1):
+        return
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < width
+    gate = tl.load(gate_up_ptr + row * 2 * width + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * 2 * width + width + columns, mask=inside, other=0.0).to(tl.float32)
+    product, _, _ = _gated(gate, up, limit, alpha, offset, ACTIVATION, CLAMPED)
+    tl.store(out_ptr + row * width + columns, product.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gate_backward_rows_kernel(
+    back_ptr, slots_ptr, ends_ptr, weights_ptr, gate_up_ptr, dgate_up_ptr, product_ptr, share_ptr,
+    experts, width, limit, alpha, offset,
+    ACTIVATION: tl.constexpr, CLAMPED: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The second half of :func:`gate_backward_kernel`, where the product was computed elsewhere: ``back [S, I]``."""
+    row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(ends_ptr + experts - 1):
+        return
+    dtype = dgate_up_ptr.dtype.element_ty
+    worth = tl.load(weights_ptr + tl.load(slots_ptr + row)).to(tl.float32)
+    sums = tl.zeros((COLUMNS,), tl.float32)
+    for start in range(0, width, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        inside = columns < width
+        gate = tl.load(gate_up_ptr + row * 2 * width + columns, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(gate_up_ptr + row * 2 * width + width + columns, mask=inside, other=0.0).to(tl.float32)
+        back = tl.load(back_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+        product, by_gate, by_up = _gated(gate, up, limit, alpha, offset, ACTIVATION, CLAMPED)
+        product = product.to(dtype).to(tl.float32)
+        sums += tl.where(inside, product * back, 0.0)
+        back *= worth
+        tl.store(dgate_up_ptr + row * 2 * width + columns, (back * by_gate).to(dtype), mask=inside)
+        tl.store(dgate_up_ptr + row * 2 * width + width + columns, (back * by_up).to(dtype), mask=inside)
+        tl.store(product_ptr + row * width + columns, (product * worth).to(dtype), mask=inside)
+    tl.store(share_ptr + row, tl.sum(sums, axis=0))

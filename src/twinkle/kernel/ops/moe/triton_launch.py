@@ -214,3 +214,33 @@ def weight_gradient(
             ROWS=tiles.rows, COLUMNS=tiles.columns, INNER=tiles.inner,
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
+
+
+def gate(gate_up: torch.Tensor, route: Route, kind: Gate) -> torch.Tensor:
+    """``[S, I]`` gated products of both projections ``[S, 2 I]``, gate first."""
+    total, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(total, width, dtype=gate_up.dtype, device=gate_up.device)
+    numbers, constants = _gate(kind)
+    columns = min(1024, triton.next_power_of_2(width))
+    with on_device(gate_up):
+        kernels.gate_kernel[(total, triton.cdiv(width, columns))](
+            gate_up, route.ends, out, route.ends.numel(), width, *numbers, COLUMNS=columns, num_warps=4, **constants
+        )
+    return out
+
+
+def gate_backward_rows(
+    back: torch.Tensor, route: Route, weights: torch.Tensor, gate_up: torch.Tensor, kind: Gate
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As :func:`gate_backward`, from the gradient of the unweighted gated products ``[S, I]``."""
+    total, width = back.shape
+    dgate_up, product = torch.empty_like(gate_up), torch.empty_like(back)
+    share = torch.empty(total, dtype=torch.float32, device=back.device)
+    numbers, constants = _gate(kind)
+    columns = min(1024, triton.next_power_of_2(width))
+    with on_device(back):
+        kernels.gate_backward_rows_kernel[(total,)](
+            back, route.slots, route.ends, weights, gate_up, dgate_up, product, share,
+            route.ends.numel(), width, *numbers, COLUMNS=columns, num_warps=4, **constants,
+        )  # fmt: skip
+    return dgate_up, product, share

@@ -1,0 +1,81 @@
+"""The same products by PyTorch's grouped matrix product, with our Triton programs for what lies between them.
+
+Its rows have to be there, so the tokens' are gathered first. See :mod:`twinkle.kernel.ops.moe.triton_products`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from twinkle.kernel.ops.moe import triton_launch as launch
+from twinkle.kernel.ops.moe.experts_reference import MoeExpertsVariant, Stacks
+from twinkle.kernel.ops.moe.routing import Route
+
+
+def fits(x: torch.Tensor, stacks: Stacks, variant: MoeExpertsVariant) -> bool:
+    """Whether it can take them: bf16, gate first, no biases, rows of whole 16 bytes."""
+    gate_up, down, *biases = stacks
+    plain = not variant.interleaved and all(bias is None for bias in biases)
+    if x.dtype != torch.bfloat16 or not plain or (x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0)):
+        return False
+    sizes = (*gate_up.shape[1:], *down.shape[1:], gate_up.stride(0), down.stride(0))
+    aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (gate_up, down))
+    return aligned and all(size % 16 == 0 for size in sizes) and gate_up.stride(2) == down.stride(2) == 1
+
+
+def up(
+    x: torch.Tensor, to: Route, stacks: Stacks, variant: MoeExpertsVariant, keep: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    projected = F.grouped_mm(_rows(x, to), _inwards(stacks[0], variant), offs=to.ends)
+    return launch.gate(projected, to, variant.gate), projected if keep else None
+
+
+def down(product: torch.Tensor, to: Route, stacks: Stacks, variant: MoeExpertsVariant) -> torch.Tensor:
+    return F.grouped_mm(product, _inwards(stacks[1], variant), offs=to.ends)
+
+
+def gate_backward(
+    grad: torch.Tensor,
+    to: Route,
+    stacks: Stacks,
+    variant: MoeExpertsVariant,
+    weights: torch.Tensor,
+    projected: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    back = F.grouped_mm(_rows(grad, to), _inwards(stacks[1], variant).transpose(1, 2), offs=to.ends)
+    return launch.gate_backward_rows(back, to, weights, projected, variant.gate)
+
+
+def input_gradient(dprojected: torch.Tensor, to: Route, stacks: Stacks, variant: MoeExpertsVariant) -> torch.Tensor:
+    return F.grouped_mm(dprojected, _inwards(stacks[0], variant).transpose(1, 2), offs=to.ends)
+
+
+def first_gradient(
+    dprojected: torch.Tensor, x: torch.Tensor, to: Route, stacks: Stacks, variant: MoeExpertsVariant
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    rows = _rows(x, to)
+    pair = (rows, dprojected) if variant.transposed else (dprojected, rows)
+    return _summed(*pair, to), None
+
+
+def second_gradient(
+    grad: torch.Tensor, product: torch.Tensor, to: Route, stacks: Stacks, variant: MoeExpertsVariant
+) -> torch.Tensor:
+    rows = _rows(grad, to)
+    return _summed(*((product, rows) if variant.transposed else (rows, product)), to)
+
+
+def _rows(tokens: torch.Tensor, to: Route) -> torch.Tensor:
+    """Each slot's token's row."""
+    return tokens[to.slots // to.top_k]
+
+
+def _inwards(stack: torch.Tensor, variant: MoeExpertsVariant) -> torch.Tensor:
+    """A stack as ``[E, inputs, outputs]``."""
+    return stack if variant.transposed else stack.transpose(1, 2)
+
+
+def _summed(a: torch.Tensor, b: torch.Tensor, to: Route) -> torch.Tensor:
+    """``a.T @ b`` over each expert's rows."""
+    return F.grouped_mm(a.t(), b, offs=to.ends)
