@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.program import arguments, device_option, finish, progress, start, timed_rounds
+from benchmarks.program import progress, sized, timed_rounds
 from twinkle.bench.results import ORIGINAL, Result, Run, percentiles, significant
 from twinkle.layout import plain, table, width_of_terminal
 from twinkle.loss import linear_cross_entropy
@@ -148,15 +148,7 @@ def report(run: Run) -> str:
 
 def main(argv: list[str] | None = None) -> Run:
     """Runs the program; returns what it measured."""
-    parser = arguments("loss", "Times head and cross-entropy, forward and backward.")
-    device_option(parser)
-    parser.add_argument("--rounds", type=int, default=20, help="timed steps of each candidate (default: 20)")
-    options = parser.parse_args(argv)
-    device = start(options)
-    kind = "quick" if options.quick else "cpu" if device.type == "cpu" else "accelerator"
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    run = measure(device, dtype, SIZES[kind], 3 if options.quick else options.rounds)
-    return finish(run, options, report(run))
+    return sized("loss", "Times head and cross-entropy, forward and backward.", SIZES, measure, report, argv)
 
 
 if __name__ == "__main__":

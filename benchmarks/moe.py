@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.program import arguments, device_option, finish, progress, start, timed_rounds
+from benchmarks.program import progress, sized, timed_rounds
 from twinkle.bench.ops import wrong
 from twinkle.bench.results import ORIGINAL, Result, Run, percentiles, significant
 from twinkle.kernel import KernelChoice, kernelize
@@ -122,15 +122,7 @@ def report(run: Run) -> str:
 
 def main(argv: list[str] | None = None) -> Run:
     """Runs the program; returns what it measured."""
-    parser = arguments("moe", "Times a mixture-of-experts block.")
-    device_option(parser)
-    parser.add_argument("--rounds", type=int, default=20, help="timed calls of each (default: 20)")
-    options = parser.parse_args(argv)
-    device = start(options)
-    kind = "quick" if options.quick else "cpu" if device.type == "cpu" else "accelerator"
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    run = measure(device, dtype, SIZES[kind], 3 if options.quick else options.rounds)
-    return finish(run, options, report(run))
+    return sized("moe", "Times a mixture-of-experts block.", SIZES, measure, report, argv)
 
 
 if __name__ == "__main__":

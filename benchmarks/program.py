@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -67,3 +67,23 @@ def timed_rounds(step: Callable[[], Any], device: torch.device, rounds: int) -> 
         synchronize(device)
         ms.append((time.perf_counter() - begin) * 1e3)
     return ms, round(module.max_memory_allocated() / 1e9, 3) if module else None
+
+
+def sized(
+    program: str,
+    description: str,
+    sizes: Mapping[str, Any],
+    measure: Callable[[torch.device, torch.dtype, Any, int], Run],
+    report: Callable[[Run], str],
+    argv: list[str] | None,
+) -> Run:
+    """A program that times some steps in one size: that of an ``accelerator``, of a ``cpu``, or a ``quick`` one."""
+    parser = arguments(program, description)
+    device_option(parser)
+    parser.add_argument("--rounds", type=int, default=20, help="timed steps of each candidate (default: 20)")
+    options = parser.parse_args(argv)
+    device = start(options)
+    kind = "quick" if options.quick else "cpu" if device.type == "cpu" else "accelerator"
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    run = measure(device, dtype, sizes[kind], 3 if options.quick else options.rounds)
+    return finish(run, options, report(run))
