@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.support.liger_sites import CASES, PATH, load, make, site_of
 from twinkle.kernel import KernelChoice, kernelize
+from twinkle.kernel.ops.moe.experts_reference import Gate
 from twinkle.kernel.registry import get_impl, get_op
 from twinkle.kernel.report import Row, report
 from twinkle.kernel.targets import ModelIndex, resolve_target
@@ -273,8 +274,12 @@ def test_refused_activations_and_widths() -> None:
         assert (accepts(wide) is not None) is refused
 
     experts = site_of(*CASES["experts"])
-    other = dataclasses.replace(experts, variant=dataclasses.replace(experts.variant, activation="gelu_tanh"))
-    assert "Liger's experts have silu" in str(get_impl("moe_experts", "liger").accepts(other))
+    accepts = get_impl("moe_experts", "liger").accepts
+    other = dataclasses.replace(experts, variant=dataclasses.replace(experts.variant, gate=Gate("gelu_tanh")))
+    assert "Liger's experts have silu" in str(accepts(other))
+    for change in ({"transposed": True}, {"interleaved": True}, {"bias": True}, {"gate": Gate("silu", 7.0)}):
+        other = dataclasses.replace(experts, variant=dataclasses.replace(experts.variant, **change))
+        assert "no clamped gate, no biases" in str(accepts(other))
 
 
 def test_a_model_without_values_is_refused_unless_its_device_is_said() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -15,10 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twinkle.kernel.ops.causal_lm_loss.ours import load_torch
-from twinkle.kernel.ops.causal_lm_loss.pending_logits import Head, PendingLogits
+from twinkle.kernel.ops.causal_lm_loss.pending_logits import Head, PendingLogits, _value_of
 
 B, T, H, V = 2, 5, 6, 7
 LOSS = load_torch(None)
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
 
 
 def head_and_logits(bias: bool = True, dtype: torch.dtype = torch.float64) -> tuple[Head, torch.Tensor]:
@@ -37,7 +43,6 @@ KEPT = {  # what can be written down
     "contiguous": lambda z: z.contiguous(),
     "times": lambda z: z * 0.5,
     "times, from the left": lambda z: 3 * z,
-    "in place": lambda z: _times_in_place(z),
     "divided": lambda z: z / 4.0,
     "tanh": lambda z: torch.tanh(z),
     "tanh, as a method": lambda z: z.tanh(),
@@ -55,10 +60,13 @@ COMPUTED = {  # what needs the numbers
     "minus themselves": lambda z: z - z,
     "times a tensor": lambda z: z * torch.full((V,), 2.0, dtype=z.dtype),
     "a tensor times": lambda z: torch.full((V,), 2.0, dtype=z.dtype) * z,
+    "in place": lambda z: _times_in_place(z * 1),
     "softmax": lambda z: torch.softmax(z, -1),
     "as a method": lambda z: z.log_softmax(-1),
     "clamped in place": lambda z: z.clone().clamp_(max=0.5),
     "joined": lambda z: torch.cat([z, z], dim=0),
+    "divided by a tensor": lambda z: z / torch.full((V,), 2.0, dtype=z.dtype),
+    "viewed otherwise": lambda z: z.reshape(V, -1),
     "one class": lambda z: z[..., 1:],
     "half precision and back": lambda z: z.to(torch.bfloat16).to(z.dtype),
     "negative": lambda z: -z,
@@ -160,12 +168,45 @@ def test_a_loss_in_half_precision_is_rounded_to_it() -> None:
 
 
 def test_a_wrong_target_is_the_originals_error() -> None:
-    for target in (torch.full((B * T,), V), torch.zeros(B * T - 1, dtype=torch.long), torch.zeros(B * T).int()):
+    right = torch.zeros(B * T, dtype=torch.long)
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        (torch.full((B * T,), V), {}),
+        (torch.full((B * T,), -1), {}),
+        (right[1:], {}),
+        (right.int(), {}),
+        (right, {"label_smoothing": 1.5}),
+        (right, {"reduction": "avg"}),
+        (right, {"weight": torch.ones(3).double()}),
+    ]
+    for target, options in cases:
         head, logits = head_and_logits()
         with pytest.raises(Exception) as theirs:
-            F.cross_entropy(logits.view(-1, V), target)
-        with pytest.raises(theirs.type):
-            F.cross_entropy(head.pending().view(-1, V), target)
+            F.cross_entropy(logits.view(-1, V), target, **options)
+        with pytest.raises(theirs.type) as ours:
+            F.cross_entropy(head.pending().view(-1, V), target, **options)
+        assert str(ours.value) == str(theirs.value)
+
+
+@pytest.mark.parametrize("at_head", [False, True])
+def test_they_are_what_the_heads_call_made_them_whatever_holds_later(at_head: bool) -> None:
+    """Autocast where the head is called counts; that where the loss is computed doesn't."""
+    head, _ = head_and_logits(dtype=torch.float32)
+    target = torch.arange(B * T) % V
+
+    def loss(call: Callable[[], Any], computed: bool) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=at_head):
+            logits = call()
+        with torch.autocast("cpu", torch.bfloat16, enabled=not at_head):
+            return F.cross_entropy((logits + 0 if computed else logits).view(-1, V).float(), target)
+
+    x = head.x.detach().bfloat16().requires_grad_() if at_head else head.x
+    for computed in (False, True):
+        expected = loss(lambda: F.linear(x, head.weight, head.bias), computed)
+        ours = loss(lambda: Head(x, head.weight, head.bias, LOSS).pending(), computed)
+        torch.testing.assert_close(ours, expected, rtol=1e-6, atol=0)
+        leaves = [x, head.weight]
+        for gradient, right in zip(*(torch.autograd.grad(found, leaves) for found in (ours, expected)), strict=True):
+            torch.testing.assert_close(gradient, right, rtol=2e-2, atol=1e-3 if at_head else 1e-6)
 
 
 def test_they_are_computed_once_and_what_is_written_to_them_stays() -> None:
@@ -184,6 +225,7 @@ def test_they_are_computed_once_and_what_is_written_to_them_stays() -> None:
     assert not head.fused
 
 
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
 def test_what_python_asks_of_them() -> None:
     head, logits = head_and_logits()
     pending = head.pending()
@@ -194,5 +236,12 @@ def test_what_python_asks_of_them() -> None:
     assert torch.equal(pending == pending, torch.ones(B, T, V, dtype=torch.bool))
     assert [row.shape for row in pending] == [(T, V)] * B
     assert torch.equal(logits @ torch.eye(V).double(), pending @ torch.eye(V).double())
-    assert not hasattr(pending, "no_such_attribute")
-    assert copy.copy(pending).rows is pending.rows
+    assert not hasattr(pending, "no_such_attribute") and reversed(pending).shape == (B, T, V)
+    assert (np.float64(2) * head.pending().detach()).dtype == torch.float64
+    assert (7 % pending).shape == (+pending).shape == pending.shape and type(np.float32(2) * pending) is torch.Tensor
+    frozen = Head(head.x.detach(), head.weight.detach(), None, LOSS).pending()
+    assert not frozen.requires_grad and not frozen.value("").requires_grad
+    some = Pair(pending, 2)
+    assert torch.equal(torch.stack(some[:1]), logits[None]) and torch.equal(_value_of(some, "").first, logits)
+    assert torch.equal(pending[torch.ones(B, T, dtype=torch.uint8), 3], logits[torch.ones(B, T, dtype=torch.bool), 3])
+    assert torch.equal(copy.copy(pending), logits)

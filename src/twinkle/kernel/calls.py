@@ -92,16 +92,18 @@ def counted(
     accepts_call: Callable[..., str | None] | None = None,
     renamed: dict[str, str] | None = None,
     place: str | None = None,
+    blames: bool = True,
 ) -> Callable[..., Any]:
     """``kernel`` with the original's name and signature; counts its calls, and lets the original run where it must.
 
-    What the kernel raises goes up, counted and with a note that says whose error it is. A call costs one function call
+    What the kernel raises goes up, counted and with a note that says whose error it is; without ``blames``, for one
+    that runs the model's own code, as it is. A call costs one function call
     and one integer add more (0.2 us), and with ``accepts_call`` what that costs. While a compiler traces, nothing is
     counted but that it did.
     """
     mark_compiled = assume_constant_result(functools.partial(setattr, counts, "compiled", True))
     where = place or str(getattr(original, "__qualname__", type(original).__qualname__))
-    blame = functools.partial(_blame, kernel, where, counts)
+    blame = functools.partial(_blame, kernel, where, counts) if blames else functools.partial(_not_served, counts)
     kernel = _taking(kernel, renamed)
     accepts_call = _taking(accepts_call, renamed) if accepts_call else None
 
@@ -157,6 +159,11 @@ def _blame(kernel: Any, place: str, counts: Counts, error: Exception) -> None:
     if isinstance(error, RecursionError):
         remedy += "; does it call the original by name? That calls the kernel again: keep the original first"
     error.add_note(f"{_BLAME} {kernel.__module__}.{name}, installed in the place of {place}; {remedy}")
+
+
+def _not_served(counts: Counts, error: Exception) -> None:
+    """A call that ended with an error of somebody else's was none that the kernel served."""
+    counts.kernel -= 1
 
 
 def _taking(function: Callable[..., Any], renamed: dict[str, str] | None) -> Callable[..., Any]:

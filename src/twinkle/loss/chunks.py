@@ -12,14 +12,14 @@ import torch
 
 from twinkle.loss.token_losses import Backend, Recipe, token_losses
 
-Reduction = Literal["none", "mean", "sum"]
+Reduction = Literal["none", "sum"]
 Accumulation = Literal["fp32", "weight"]
 Found = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 """Gradients of ``x``, ``weight`` and ``bias``; None for those that aren't wanted."""
 
 
 class Settings(NamedTuple):
-    """What is computed, and how: see :func:`twinkle.loss.linear_cross_entropy`."""
+    """What is computed, and how: see :func:`twinkle.loss.linear_cross_entropy`; :func:`mean_of` a sum is the mean."""
 
     recipe: Recipe
     reduction: Reduction
@@ -45,20 +45,17 @@ def evaluate(
     recipe, reduction, accumulate, chunk, backend = settings
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     class_weight = None if class_weight is None else class_weight.to(x.device, wide)
-    worth = None
-    if reduction != "none":  # what a token's loss is worth, apart from the gradient that will come
-        worth = torch.ones((), dtype=wide, device=x.device)
-        if reduction == "mean":
-            worth = worth / _weight_of_tokens(target, class_weight, recipe.ignore_index, wide)
-    gradients = _Gradients(x, weight, bias, wanted if worth is not None else (False,) * 3, accumulate)
+    gradients = _Gradients(x, weight, bias, (False,) * 3 if reduction == "none" else wanted, accumulate)
+    # Without the gradient that will come, and a mean's divisor with it: shares of many tokens are too small for fp16.
+    one = torch.ones((), dtype=wide, device=x.device) if gradients else None
     losses = torch.empty(target.shape, dtype=wide, device=x.device)
     for at in range(0, x.shape[0], chunk):
         part = slice(at, at + chunk)
         logits = torch.nn.functional.linear(x[part], weight, bias)
-        upstream = None if worth is None or not gradients else worth.expand(logits.shape[0])
+        upstream = None if one is None else one.expand(logits.shape[0])
         losses[part] = token_losses(logits, target[part], class_weight, recipe, upstream, backend)
         gradients.add(part, logits)  # logits are their gradient now
-    return losses if worth is None else losses.sum() * worth, gradients.found
+    return losses if reduction == "none" else losses.sum(), gradients.found
 
 
 def differentiate(
@@ -88,21 +85,22 @@ def differentiate(
     )
 
 
-def _weight_of_tokens(
-    target: torch.Tensor, class_weight: torch.Tensor | None, ignore_index: int, dtype: torch.dtype
+def mean_of(
+    total: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, ignore_index: int
 ) -> torch.Tensor:
-    """What a mean divides by, a scalar."""
+    """The mean of losses from their sum. Where no token counts it is NaN, and yet the gradient zero, as PyTorch's."""
     counts = target != ignore_index
     if class_weight is None:
-        return counts.sum().to(dtype)
-    return (class_weight[target.where(counts, 0)] * counts).sum()
+        divisor = counts.sum().to(total.dtype)
+    else:
+        divisor = (class_weight.to(total.device, total.dtype)[target.where(counts, 0)] * counts).sum()
+    some = counts.any()
+    return total / divisor.where(some, 1) + torch.zeros_like(total).where(some, torch.nan)
 
 
 def scaled(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The product in another dtype, in one pass."""
-    if gradient.dtype == dtype:
-        return gradient * factor.to(dtype)
-    return torch.mul(gradient, factor.to(gradient.dtype), out=torch.empty_like(gradient, dtype=dtype))
+    """The product in another dtype, in one pass. The factor, a scalar, isn't rounded to the gradient's dtype."""
+    return torch.mul(gradient, factor.reshape((1,) * gradient.dim()), out=torch.empty_like(gradient, dtype=dtype))
 
 
 class _Gradients:

@@ -7,13 +7,13 @@ each token's loss is worth.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.compiler import is_compiling
 
 from twinkle.loss import traced
-from twinkle.loss.chunks import Accumulation, Reduction, Settings, differentiate, evaluate, scaled
+from twinkle.loss.chunks import Accumulation, Settings, differentiate, evaluate, mean_of, scaled
 from twinkle.loss.token_losses import Backend, Recipe, backend_for
 
 __all__ = ["linear_cross_entropy"]
@@ -33,7 +33,7 @@ def linear_cross_entropy(
     bias: torch.Tensor | None = None,
     class_weight: torch.Tensor | None = None,
     ignore_index: int = -100,
-    reduction: Reduction = "mean",
+    reduction: Literal["none", "mean", "sum"] = "mean",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     scale: float = 1.0,
@@ -65,7 +65,8 @@ def linear_cross_entropy(
         z_loss: factor of ``lse ** 2``.
         scale, softcap: see above; a cap is positive.
         accumulate: where the weight's gradient is summed up over the chunks: in ``"fp32"``, where the error doesn't
-            grow with their number, or in the dtype of the ``"weight"``, which takes half of the memory.
+            grow with their number, or in the dtype of the ``"weight"``, which takes half of the memory; it is a sum
+            over all tokens also for a mean, which fp16 may not hold.
         chunk: tokens at a time; chosen from V and the backend when None.
         backend: what computes the losses from a chunk's logits: ``"triton"``, for fp32, bf16 and fp16 on a GPU, or
             ``"torch"``, the formula written out; the better one when None.
@@ -75,7 +76,8 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: shapes, dtypes or options that don't fit.
-        IndexError: a class that there isn't; on a GPU, which isn't waited for, that token's loss is NaN instead.
+        IndexError: a class that there isn't; on a GPU, which isn't waited for, that token's loss is NaN instead, or
+            with the backend ``"torch"`` PyTorch's device-side assertion fails.
     """
     device = x.device.type
     if torch.is_autocast_enabled(device):  # as autocast does around a linear layer
@@ -91,12 +93,14 @@ def linear_cross_entropy(
     backend = backend or backend_for(x.device, x.dtype)
     elements = CHUNK_ELEMENTS if backend == "triton" else CHUNK_ELEMENTS_WRITTEN_OUT
     step = chunk or max(1, elements // max(1, weight.shape[0]))
-    settings = Settings(recipe, reduction, accumulate, step, backend)
+    settings = Settings(recipe, "none" if reduction == "none" else "sum", accumulate, step, backend)
     with torch.autocast(device, enabled=False):
         if is_compiling():
             loss = traced.linear_cross_entropy(rows, weight, bias, targets, class_weight, settings)
         else:
             loss = _LinearCrossEntropy.apply(rows, weight, bias, targets, class_weight, settings)
+        if reduction == "mean":
+            loss = mean_of(loss, targets, class_weight, ignore_index)
     return loss.view(target.shape) if reduction == "none" else loss
 
 

@@ -68,6 +68,8 @@ def by_formula(
         z = capped * recipe.softcap
     counts = target != recipe.ignore_index
     index = target.where(counts, 0)[:, None]
+    if logits.device.type == "cpu" and not bool(((index >= 0) & (index < classes)).all()):
+        raise IndexError(f"linear_cross_entropy: a target is out of bounds; wanted 0 to {classes - 1}")
     weights = z.new_ones(classes) if class_weight is None else class_weight
     hard = (1 - smoothing) * weights[index[:, 0]]
     # Not by z - lse: what is lost in it where both are large would be a relative error of every probability.

@@ -121,7 +121,7 @@ def _backward(ctx: Any, upstream: torch.Tensor, *_: Any) -> tuple[Any, ...]:
         found = _differentiate(*ctx.saved_tensors, upstream, *ctx.options)
     else:
         found = tuple(
-            (gradient * upstream).to(dtype) if wanted else gradient
+            (gradient * upstream.reshape((1,) * gradient.dim())).to(dtype) if wanted else gradient
             for gradient, dtype, wanted in zip(ctx.saved_tensors, ctx.dtypes, ctx.wanted, strict=True)
         )
     return (*(g if wanted else None for g, wanted in zip(found, ctx.wanted, strict=True)), *(None,) * 12)

@@ -1,6 +1,7 @@
 """Op ``causal_lm_loss``: a language model's head and cross-entropy in one, so that its logits never exist at once.
 
-Opt-in, under the logical key ``'fused_ce'``: in training a model called with labels returns no logits then.
+Opt-in, under the logical key ``'fused_ce'``: in training a model called with labels returns no logits then. A model
+that hands its logits to an ``autograd.Function`` of its own, or to TorchScript, raises an error with it.
 """
 
 from __future__ import annotations

@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.compiler import is_compiling
+from torch.nn.modules import module as modules
 from torch.nn.utils import parametrize
 
 from twinkle.kernel.calls import as_original, counted, signature_of
 from twinkle.kernel.journal import Refused
 from twinkle.kernel.ops.causal_lm_loss.pending_logits import Head, PendingLogits
+from twinkle.kernel.ops.torch_support import transformed
 from twinkle.kernel.reclass import own_forward, peel
 from twinkle.kernel.undo import active_transaction, patch_method
 from twinkle.reasons import Reason
@@ -89,6 +91,9 @@ def _obstacle(model: nn.Module, head: nn.Module, path: str) -> Reason | None:
     cls = peel(type(head))
     if parametrize.is_parametrized(head):
         return Reason("parametrized", f"the weights of its head {path} are parametrised")
+    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if sharded is not None and issubclass(cls, sharded):
+        return Reason("head", f"its head {path} is sharded for itself", "call kernelize() before fully_shard()")
     if cls is not nn.Linear:
         adapted = cls.__module__.partition(".")[0] == "peft"
         hint = "leave the head out of the adapter" if adapted else None
@@ -106,14 +111,21 @@ class _Session:
     Attributes:
         head: the model's head.
         loss: what to use.
+        saved: what tensors saved for backward go through.
         calls: what the head was called for.
         why: why the head was not put off.
     """
 
     def __init__(self, head: Any, loss: Callable[..., torch.Tensor]) -> None:
-        self.head, self.loss = head, loss
+        self.head, self.loss, self.saved = head, loss, _saved_tensors_hooks()
         self.calls: list[Head] = []
         self.why: str | None = None
+
+
+def _saved_tensors_hooks() -> Any:
+    """A checkpoint within the model would call the head again, outside of the model's call, and needs the same then."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return None if is_compiling() or top is None else top(True)
 
 
 class _Current(threading.local):
@@ -129,14 +141,17 @@ _current = _Current()
 def _put_off(original: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of a head, which in a model's call for a loss returns pending logits."""
 
-    def forward(self: Any, x: torch.Tensor) -> Any:
+    def forward(self: Any, input: torch.Tensor) -> Any:  # the name that a linear layer gives it
         session = _current.session
         if session is None or session.head is not self:
-            return original(self, x)
-        session.why = _why_not(self, x)
-        if session.why is not None:
-            return original(self, x)
-        head = Head(x, self.weight, self.bias, session.loss)
+            return original(self, input)
+        why = _why_not(self, input)
+        if why is None and session.saved != _saved_tensors_hooks():
+            why = "the head is called within a checkpoint of the model's own"
+        if why is not None:
+            session.why = session.why or why
+            return original(self, input)
+        head = Head(input, self.weight, self.bias, session.loss)
         session.calls.append(head)
         return head.pending()
 
@@ -146,14 +161,19 @@ def _put_off(original: Callable[..., Any]) -> Callable[..., Any]:
 def _why_not(head: Any, x: torch.Tensor) -> str | None:
     """Why one call of a head can't be put off; None for the ordinary one."""
     weight = head.weight
+    if not torch.is_grad_enabled():
+        return "the head is called without gradients"
     if type(weight) not in (nn.Parameter, torch.Tensor) or type(x) is not torch.Tensor or weight.dim() != 2:
         return "the head's weight or input is no plain tensor"
     if weight.numel() == 0:
         return "the head's weight is sharded and not gathered"
     if weight.device != x.device:
         return "the head's weight and input are on different devices"
-    if not x.is_floating_point() or (weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type)):
+    autocast = torch.is_autocast_enabled(x.device.type)
+    if not x.is_floating_point() or (weight.dtype != x.dtype and not autocast):
         return "the head's weight and input have different dtypes"
+    if autocast and torch.float64 in (x.dtype, weight.dtype):
+        return "fp64, which autocast leaves as it is"
     return None
 
 
@@ -161,7 +181,8 @@ def _fused(original: Callable[..., Any], path: str, loss: Callable[..., Any], co
     """The forward of a language model, which in training computes its loss without its logits."""
     position = list(signature_of(original).parameters).index("labels")
     # A compiler takes this class's loss apart by itself, and can't hand it pending logits.
-    has_loss_layer = "CrossEntropyLoss" in inspect.unwrap(original).__code__.co_names
+    code = getattr(inspect.unwrap(original), "__code__", None)
+    has_loss_layer = code is not None and "CrossEntropyLoss" in code.co_names
 
     def accepts_call(*args: Any, **kwargs: Any) -> str | None:
         self: Any = args[0]
@@ -172,9 +193,7 @@ def _fused(original: Callable[..., Any], path: str, loss: Callable[..., Any], co
             return "not in training: the logits are kept"
         if has_loss_layer and is_compiling():
             return "inside a compiler, which can't do it for this model"
-        head = self.get_submodule(path)
-        hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
-        return "the head has hooks" if any(hooks) else None
+        return transformed() or _hooked(self, path)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         session = _Session(self.get_submodule(path), loss)
@@ -183,31 +202,60 @@ def _fused(original: Callable[..., Any], path: str, loss: Callable[..., Any], co
             outputs = original(self, *args, **kwargs)
         finally:
             _current.session = outer
-        fused = any(head.fused for head in session.calls)
-        if not fused and not is_compiling():
+        if not any(head.fused for head in session.calls) and not is_compiling():
             counts.kernel -= 1
             counts.fall_back(_why_not_fused(session))
-        return _without_pending(outputs, fused)
+        return _without_pending(outputs)
 
-    return counted(as_original(forward, original), original, counts, accepts_call=accepts_call)
+    return counted(as_original(forward, original), original, counts, accepts_call=accepts_call, blames=False)
+
+
+def _hooked(model: Any, path: str) -> str | None:
+    """Why somebody would see pending logits, or miss the head's gradients; None where nobody does."""
+    head = model.get_submodule(path)
+    if any((head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)):
+        return "the head has hooks"
+    if own_forward(head) is not None:
+        return "the head has a forward of its own"
+    if modules._global_forward_hooks or modules._global_backward_hooks:
+        return "there are hooks for all modules"
+    names = path.split(".")[:-1]
+    around = [model.get_submodule(".".join(names[: depth + 1])) for depth in range(len(names))]
+    if any(module._forward_hooks or module._backward_hooks for module in around):
+        return "a module around the head has hooks"
+    return None
 
 
 def _why_not_fused(session: _Session) -> str:
     reasons = [session.why, *(head.why for head in session.calls)]
+    if not session.calls and session.why is None:
+        return "the head was not called as kernelize() had found it; was it replaced since?"
     return next((why for why in reasons if why), "its loss is no cross-entropy of its head's outputs")
 
 
-def _without_pending(outputs: Any, fused: bool) -> Any:
-    """A model's outputs with None, or computed logits where the loss needed them, in the place of pending ones."""
-
-    def final(value: Any) -> Any:
-        if not isinstance(value, PendingLogits):
+def _without_pending(value: Any) -> Any:
+    """A model's outputs with None, or computed logits where its loss needed them, in the place of pending ones."""
+    if isinstance(value, PendingLogits):
+        return None if value.head.fused and not value.has_value else value.value("the output")
+    if isinstance(value, Mapping):
+        finals = {key: _without_pending(item) for key, item in value.items()}
+        changed = [key for key, item in value.items() if finals[key] is not item]
+        if changed and hasattr(value, "to_tuple"):  # transformers' own, which leave out what is None
+            return type(value)(**finals)
+        for key in changed:
+            value[key] = finals[key]  # type: ignore[index]
+        return value
+    if isinstance(value, (tuple, list)):
+        items = [_without_pending(item) for item in value]
+        if all(after is before for after, before in zip(items, value, strict=True)):
             return value
-        return None if fused and not value.has_value else value.value("the output")
-
-    if isinstance(outputs, Mapping):
-        return type(outputs)(**{name: final(value) for name, value in outputs.items()})
-    if type(outputs) is tuple:  # without what is None, as transformers makes tuples
-        finals = [(value, final(value)) for value in outputs]
-        return tuple(after for before, after in finals if after is not None or before is None)
-    return outputs
+        if hasattr(value, "_fields"):
+            return type(value)(*items)
+        if type(value) is tuple:  # without what is None, as transformers makes them
+            return tuple(item for item, before in zip(items, value, strict=True) if item is not None or before is None)
+        return type(value)(items)
+    if not isinstance(value, torch.Tensor) and hasattr(value, "__dict__"):  # an object of the model's own making
+        for name, before in vars(value).items():
+            if isinstance(before, PendingLogits):
+                object.__setattr__(value, name, _without_pending(before))
+    return value

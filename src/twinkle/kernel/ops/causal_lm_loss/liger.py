@@ -50,6 +50,9 @@ def _accepts_call(
 ) -> str | None:
     if scale != 1.0:
         return "Liger's loss doesn't scale logits"
+    autocast = torch.is_autocast_enabled(x.device.type)
+    if (torch.get_autocast_dtype(x.device.type) if autocast else x.dtype) == torch.float16:
+        return "Liger's loss divides its gradients by the number of tokens before a scaler's factor saves them in fp16"
     if weight.requires_grad and not x.requires_grad:
         return "Liger's loss gives the head no gradient where its input gets none"
-    return liger_support.call_reason(x, weight, one_dtype=not torch.is_autocast_enabled(x.device.type))
+    return liger_support.call_reason(x, weight, one_dtype=not autocast)

@@ -2,20 +2,26 @@
 
 Most models do little with their logits before the loss: cast, scale, cap, shift and flatten them. Those steps are
 written down, and cross-entropy of the result is computed from the head's input. Whatever else is asked of the logits is
-answered by computing them, in just the steps that the model took.
+answered by computing them, in just the steps that the model took. From then on there is nothing to put off: everything
+that was made of them is a tensor, and what is views of one another stays so.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
+import sys
+import types
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.compiler import is_compiling
 
 Step = Callable[[torch.Tensor], torch.Tensor]
-Number = float
+Number = float  # where float is a method
 
 
 class Head:
@@ -33,19 +39,63 @@ class Head:
         self.x, self.weight, self.bias, self.loss = x, weight, bias, loss
         self.fused = False
         self.why: str | None = None
-        self._logits: torch.Tensor | None = None
-
-    def logits(self) -> torch.Tensor:
-        """``[..., V]``, computed once."""
-        if self._logits is None:
-            self._logits = F.linear(self.x, self.weight, self.bias)
-        return self._logits
+        device = x.device.type
+        self._autocast: dict[str, Any] = {"device_type": device, "enabled": torch.is_autocast_enabled(device)}
+        if self._autocast["enabled"]:
+            self._autocast["dtype"] = torch.get_autocast_dtype(device)
+        self._made: list[Callable[[], PendingLogits | None]] = []
+        self._versions = None if is_compiling() or x.is_inference() else (x._version, weight._version)
 
     def pending(self) -> PendingLogits:
         """What stands for the logits."""
-        device = self.x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.x.dtype
-        return PendingLogits(self, self.x, Cap(), dtype, ())
+        dtype = self._autocast.get("dtype", self.x.dtype)
+        return PendingLogits(self, self.x, Cap(), dtype, lambda x: F.linear(x, self.weight, self.bias))
+
+    def made(self, pending: PendingLogits) -> None:
+        """Takes note of what was made of the logits. A compiler throws away by itself what nobody uses any more."""
+        self._made.append((lambda: pending) if is_compiling() else weakref.ref(pending))
+
+    def compute(self, why: str) -> None:
+        """Computes the logits and all that was made of them and still exists, before anybody can write to them.
+
+        It is done as the head was called: somebody may only want to look at them, without gradients.
+        """
+        self.why = self.why or f"the model needs its logits: {why}"
+        self._check_unchanged()
+        made, self._made = self._made, []
+        gradients = torch.inference_mode(False) if torch.is_inference_mode_enabled() else torch.enable_grad()
+        with gradients, torch.autocast(**self._autocast):
+            for reference in made:
+                pending = reference()
+                if pending is not None:
+                    pending.settle()
+
+    def compute_loss(self, rows: torch.Tensor, target: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Cross-entropy, without logits.
+
+        Raises:
+            ValueError, IndexError: for options and targets that cross-entropy itself has something to say about.
+        """
+        self._check_unchanged()
+        with torch.autocast(**self._autocast):
+            loss: torch.Tensor = self.loss(rows, self.weight, target, **options)
+        self.fused = True
+        return loss
+
+    def why_not(self, rows: torch.Tensor, target: torch.Tensor, **options: Any) -> str | None:
+        """Why the loss can't be computed so."""
+        if not hasattr(self.loss, "accepts_call"):
+            return None
+        with torch.autocast(**self._autocast):
+            why: str | None = self.loss.accepts_call(rows, self.weight, target, **options)
+        return why
+
+    def _check_unchanged(self) -> None:
+        if self._versions is not None and self._versions != (self.x._version, self.weight._version):
+            raise RuntimeError(
+                "the head's input or weight was changed in place before its logits were needed; "
+                "leave 'fused_ce' out for this model"
+            )
 
 
 class Cap(NamedTuple):
@@ -60,28 +110,47 @@ class Cap(NamedTuple):
 
 
 class PendingLogits:
-    """In the place of a tensor ``[..., V]``.
+    """In the place of a tensor ``[..., V]``, which it isn't an instance of.
 
     Args:
         head: where it comes from.
         rows: ``[..., H]``, what the head would be applied to: the rows of its input that are left.
         cap: what was done to the numbers.
         dtype: of the logits.
-        steps: the same once more, as it was done to the logits.
+        step: what makes the logits from those before, or from the rows.
+        before: what it was made of.
     """
 
-    def __init__(self, head: Head, rows: torch.Tensor, cap: Cap, dtype: torch.dtype, steps: tuple[Step, ...]) -> None:
-        self.head, self.rows, self.cap, self.dtype, self._steps = head, rows, cap, dtype, steps
+    def __init__(
+        self,
+        head: Head,
+        rows: torch.Tensor,
+        cap: Cap,
+        dtype: torch.dtype,
+        step: Step,
+        before: PendingLogits | None = None,
+    ) -> None:
+        self.head, self.rows, self.cap, self.dtype, self._step, self._before = head, rows, cap, dtype, step, before
         self._value: torch.Tensor | None = None
+        head.made(self)
 
     def value(self, why: str) -> torch.Tensor:
-        """The logits themselves; they are computed now, if nobody has needed them before."""
+        """The logits themselves; they are computed now, if nobody has needed them before.
+
+        Raises:
+            RuntimeError: in an ``autograd.Function``, which doesn't know that it was handed tensors with a history.
+        """
+        if not torch.is_grad_enabled() and not is_compiling():
+            _check_no_function()
         if self._value is None:
-            self.head.why = self.head.why or f"the model needs its logits: {why}"
-            value = self.head.logits()
-            for step in self._steps:
-                value = step(value)
-            self._value = value
+            self.head.compute(why)
+        return self.settle()
+
+    def settle(self) -> torch.Tensor:
+        """Computes them, and what they are made of."""
+        if self._value is None:
+            self._value = self._step(self.rows if self._before is None else self._before.settle())
+            self._before = None
         return self._value
 
     @property
@@ -90,6 +159,8 @@ class PendingLogits:
         return self._value is not None
 
     # --- what they look like
+
+    __array_priority__ = 1000  # as tensors have it: numpy's numbers leave it to them what to compute
 
     @property
     def shape(self) -> torch.Size:
@@ -105,7 +176,8 @@ class PendingLogits:
 
     @property
     def requires_grad(self) -> bool:
-        return True
+        parts = (self.rows, self.head.weight, self.head.bias)
+        return any(part is not None and part.requires_grad for part in parts)
 
     def dim(self) -> int:
         return self.rows.dim()
@@ -124,14 +196,15 @@ class PendingLogits:
     def _then(
         self, step: Step, rows: torch.Tensor | None = None, cap: Cap | None = None, dtype: torch.dtype | None = None
     ) -> Any:
-        if self._value is not None:
-            return step(self._value)
+        if self.has_value or not torch.is_grad_enabled():
+            return step(self.value("without gradients"))
         return PendingLogits(
             self.head,
             self.rows if rows is None else rows,
             self.cap if cap is None else cap,
             self.dtype if dtype is None else dtype,
-            (*self._steps, step),
+            step,
+            self,
         )
 
     def contiguous(self) -> Any:
@@ -196,27 +269,31 @@ class PendingLogits:
         label_smoothing: Number = 0.0,
     ) -> torch.Tensor:
         """``F.cross_entropy`` of them, by the head's loss where it can."""
+        outer = self.cap.outer
         options: dict[str, Any] = {
             "bias": self.head.bias,
             "class_weight": weight,
             "ignore_index": ignore_index,
             "reduction": reduction,
             "label_smoothing": label_smoothing,
-            "scale": self.cap.inner * (1.0 if self.cap.outer is None else self.cap.outer),
-            "softcap": self.cap.outer,
+            "scale": self.cap.inner * (1.0 if outer is None else outer),
+            "softcap": outer,
         }
-        why = None
         if size_average is not None or reduce is not None or self.ndim != 2 or target.dtype != torch.int64:
-            why = "a cross-entropy other than of one class for each token"
+            why: str | None = "a cross-entropy other than of one class for each token"
+        elif outer is not None and not outer > 0:
+            why = "a cap that isn't positive"
         elif self.has_value:
             why = "they are there"
-        elif hasattr(self.head.loss, "accepts_call"):
-            why = self.head.loss.accepts_call(self.rows, self.head.weight, target, **options)
+        else:
+            why = self.head.why_not(self.rows, target, **options)
             self.head.why = self.head.why or why
         if why is None:
-            loss = self.head.loss(self.rows, self.head.weight, target, **options)
-            self.head.fused = True
-            return loss.to(self.dtype)
+            try:
+                loss = self.head.compute_loss(self.rows, target, **options)
+                return loss if torch.is_autocast_enabled(self.device.type) else loss.to(self.dtype)
+            except (ValueError, IndexError) as error:  # the original knows best what to say of it
+                why = str(error)
         logits = self.value(why)
         return F.cross_entropy(logits, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
 
@@ -250,9 +327,12 @@ def _operator(name: str) -> Callable[..., Any]:
 
 
 for _name in (
-    *("add", "radd", "sub", "rsub", "rtruediv", "neg", "pow", "rpow", "matmul", "rmatmul", "abs", "mod", "floordiv"),
-    *("lt", "le", "gt", "ge", "eq", "ne", "and", "or", "xor", "invert"),
-    *("len", "iter", "bool", "float", "int", "setitem", "array", "contains"),
+    *("add", "radd", "sub", "rsub", "rtruediv", "neg", "pos", "pow", "rpow", "matmul", "rmatmul", "abs"),
+    *("mod", "rmod", "floordiv", "rfloordiv", "and", "rand", "or", "ror", "xor", "rxor", "invert"),
+    # Of these there are other names, or views, which must see what is written.
+    *("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "setitem"),
+    *("lt", "le", "gt", "ge", "eq", "ne", "contains", "len", "iter", "reversed"),
+    *("bool", "float", "int", "index", "complex", "array", "deepcopy", "reduce_ex"),
 ):
     setattr(PendingLogits, f"__{_name}__", _operator(f"__{_name}__"))
 PendingLogits.__hash__ = object.__hash__  # type: ignore[assignment, method-assign]
@@ -263,10 +343,27 @@ def _value_of(value: Any, why: str) -> Any:
     if isinstance(value, PendingLogits):
         return value.value(why)
     if isinstance(value, (tuple, list)):
-        return type(value)([_value_of(item, why) for item in value])
+        items = [_value_of(item, why) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
         return {key: _value_of(item, why) for key, item in value.items()}
     return value
+
+
+def _check_no_function() -> None:
+    """Raises in the forward of an ``autograd.Function`` that the model called. No gradient would get out of it."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != _INSTALLER:
+        if frame.f_code is _APPLY:
+            raise RuntimeError(
+                "the model hands its logits to an autograd.Function (or a reentrant checkpoint), which would get no "
+                "gradient for them, since they aren't computed yet; leave 'fused_ce' out for this model"
+            )
+        frame = frame.f_back
+
+
+_INSTALLER = f"{__package__}.installer"
+_APPLY = inspect.unwrap(torch.autograd.Function.apply).__code__
 
 
 def _leaves_last_dimension(index: Any, dimensions: int) -> bool:
@@ -290,4 +387,4 @@ def _dimensions_of(item: Any) -> int:
     """How many dimensions a part of an index stands for; a mask for several."""
     if item is Ellipsis:
         return 0
-    return item.dim() if isinstance(item, torch.Tensor) and item.dtype == torch.bool else 1
+    return item.dim() if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8) else 1
