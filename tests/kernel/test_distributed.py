@@ -7,21 +7,16 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from torch import distributed, multiprocessing
+from torch import distributed
 
-from tests.support.distributed_cases import CASES, WORLD, worker
+from tests.support.distributed_cases import CASES, WORLD
+from tests.support.processes import problems
 
 pytestmark = pytest.mark.multiprocess
 
 
 @pytest.mark.skipif(not distributed.is_available(), reason="this torch was built without torch.distributed")
 def test_two_processes(tmp_path):
-    """All cases in one pair of processes: starting them takes longer than the cases do."""
-    multiprocessing.spawn(worker, args=(str(tmp_path),), nprocs=WORLD)
-    outcomes = {}
-    for number, case in enumerate(CASES):
-        for rank in range(WORLD):
-            file = tmp_path / f"{number}.{rank}"
-            outcomes[f"{case}, process {rank}"] = file.read_text() if file.exists() else "was not reached"
-    assert len(outcomes) == WORLD * len(CASES) >= 24
-    assert {case: problem for case, problem in outcomes.items() if problem} == {}
+    found = problems(tmp_path, WORLD, "tests.support.distributed_cases:CASES")
+    assert len(found) == WORLD * len(CASES) >= 24
+    assert {case: problem for case, problem in found.items() if problem} == {}

@@ -6,18 +6,14 @@ Each case trains on one half of a batch per process; the gradients must be those
 from __future__ import annotations
 
 import copy
-import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,7 +21,6 @@ from tests.support.models import assert_close, differences, installed, look, map
 from twinkle import presets
 from twinkle.kernel import kernelize
 from twinkle.kernel.reclass import installed_on
-from twinkle.kernel.testing import register_test_backends
 from twinkle.kernel.undo import unkernelize
 
 WORLD = 2
@@ -218,23 +213,3 @@ for _first in (True, False):
         f"fsdp in bf16, {_order}": lambda mesh, first=_first: fsdp_in_bf16(mesh, first),
         f"fsdp and deepcopy, {_order}": lambda mesh, first=_first: fsdp_still_refuses_a_deep_copy(mesh, first),
     }
-
-
-def worker(rank: int, folder: str) -> None:
-    """Runs all cases in one of the processes; writes for each a file with the traceback, empty when it passed."""
-    torch.set_num_threads(1)
-    register_test_backends()
-    where = f"file://{folder}/rendezvous"
-    dist.init_process_group("gloo", where, timedelta(minutes=2), rank=rank, world_size=WORLD)
-    mesh = init_device_mesh("cpu", (WORLD,))
-    for number, case in enumerate(CASES.values()):
-        problem = ""
-        try:
-            case(mesh)
-        except BaseException:
-            problem = traceback.format_exc()
-        Path(folder, f"{number}.{rank}").write_text(problem)
-        if problem:  # the other process may wait for this one in vain
-            sys.stdout.flush()
-            break
-    dist.destroy_process_group()

@@ -1,0 +1,208 @@
+"""What several processes do with shared experts. Run by ``tests/moe/test_expert_parallel.py``.
+
+Each process has its part of a batch; losses and gradients must be those of one process with the whole batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tests.support.models import mapping, rows_of
+from twinkle import presets
+from twinkle.kernel import kernelize
+from twinkle.kernel.undo import unkernelize
+from twinkle.moe import apply_expert_parallel, gather_state_dict, load_state_dict
+from twinkle.moe.expert_parallel import is_experts
+
+Change = Callable[[nn.Module], Any]
+
+
+def _build(name: str) -> nn.Module:
+    """In training mode without dropout."""
+    model = presets.build(name).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def _batch(name: str, seed: int = 0) -> dict[str, torch.Tensor]:
+    return presets.inputs(presets.build(name, device="meta"), batch=2 * dist.get_world_size(), seed=seed, device="cpu")
+
+
+def _mine(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: value.chunk(dist.get_world_size())[dist.get_rank()] for key, value in inputs.items()}
+
+
+def _loss(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    return presets.loss(model(**inputs))
+
+
+def _mean(tensor: torch.Tensor) -> torch.Tensor:
+    """Over all processes."""
+    total = tensor.detach().clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Of the mean loss, whole: experts' parts put together, the others' averaged."""
+    owned = {id(p) for module in model.modules() if is_experts(module) for p in module.parameters(recurse=False)}
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, f"{name} has no gradient"
+        if id(parameter) in owned and dist.get_world_size() > 1:
+            parts = [torch.empty_like(parameter.grad) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, parameter.grad.contiguous())
+            found[name] = torch.cat(parts) / dist.get_world_size()
+        else:
+            found[name] = _mean(parameter.grad)
+    return found
+
+
+def _assert_equal_step(single: nn.Module, shared: nn.Module, name: str) -> None:
+    inputs = _batch(name)
+    expected = _loss(single, inputs)
+    expected.backward()
+    found = _loss(shared, _mine(inputs))
+    found.backward()
+    torch.testing.assert_close(_mean(found), expected.detach())
+    ours = _gradients(shared)
+    for parameter_name, parameter in single.named_parameters():
+        theirs = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(
+            ours[parameter_name], theirs, rtol=1e-4, atol=1e-6, msg=lambda m, n=parameter_name: f"{n}: {m}"
+        )
+    single.zero_grad()
+    shared.zero_grad()
+
+
+def one_step(
+    mesh: DeviceMesh, name: str, change: Change = lambda model: None, after: Change = lambda model: None
+) -> None:
+    """The same step by one process with all experts, and by all with a part each."""
+    single, shared = _build(name), _build(name)
+    change(single)
+    change(shared)
+    assert apply_expert_parallel(shared, mesh) is shared
+    after(shared)
+    _assert_equal_step(single, shared, name)
+
+
+def _to_the_first_experts(model: nn.Module) -> None:
+    """Every token to the same few experts: whoever owns none of them gets nothing."""
+
+    def choose(module: nn.Module, args: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        logits, weights, index = output
+        return logits, weights, torch.arange(index.shape[1]).expand_as(index)
+
+    for name, module in model.named_modules():
+        if name.endswith("mlp.gate"):
+            module.register_forward_hook(choose)
+
+
+def _loopback(model: nn.Module) -> None:
+    kernelize(model, mapping("loopback", "qwen3_moe."))
+
+
+def kernels(mesh: DeviceMesh, first: bool) -> None:
+    """A kernel computes a process's experts, whichever came first; it can be taken off."""
+    single, shared = _build("qwen3_moe"), _build("qwen3_moe")
+    if first:
+        _loopback(shared)
+    apply_expert_parallel(shared, mesh)
+    if not first:
+        _loopback(shared)
+    _assert_equal_step(single, shared, "qwen3_moe")
+    row = rows_of(shared)["qwen3_moe.Qwen3MoeExperts.forward"]
+    assert row.instances and row.calls == row.instances, row
+    assert unkernelize(shared).not_undone == ()
+    _assert_equal_step(single, shared, "qwen3_moe")
+
+
+def checkpointed(mesh: DeviceMesh) -> None:
+    one_step(mesh, "qwen3_moe", after=lambda model: model.gradient_checkpointing_enable())
+
+
+def trained(mesh: DeviceMesh) -> None:
+    """Twenty steps with momentum."""
+    single, shared = _build("qwen3_moe"), _build("qwen3_moe")
+    apply_expert_parallel(shared, mesh)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9) for model in (single, shared)]
+    for step in range(20):
+        inputs = _batch("qwen3_moe", seed=step % 3)
+        expected = _loss(single, inputs)
+        expected.backward()
+        found = _loss(shared, _mine(inputs))
+        found.backward()
+        torch.testing.assert_close(_mean(found), expected.detach(), rtol=1e-4, atol=1e-5)
+        gradients = _gradients(shared)
+        for name, parameter in shared.named_parameters():
+            whole = gradients[name]
+            is_part = whole.shape != parameter.shape
+            parameter.grad = whole.chunk(dist.get_world_size())[dist.get_rank()].clone() if is_part else whole
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    state = gather_state_dict(shared)
+    assert expected < 5.0, "it learns"
+    for name, tensor in single.state_dict().items():
+        torch.testing.assert_close(state[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+def saved_and_loaded(mesh: DeviceMesh) -> None:
+    """The format is a single process's, both ways."""
+    single, shared = _build("gpt_oss"), _build("gpt_oss")
+    apply_expert_parallel(shared, mesh)
+    state = gather_state_dict(shared)
+    assert {name: tensor.shape for name, tensor in state.items()} == {
+        name: tensor.shape for name, tensor in single.state_dict().items()
+    }
+    other = presets.build("gpt_oss", seed=5)
+    load_state_dict(shared, other.state_dict())
+    assert all(torch.equal(gather_state_dict(shared)[name], tensor) for name, tensor in other.state_dict().items())
+    inputs = presets.inputs(other)
+    with torch.no_grad():
+        torch.testing.assert_close(shared.eval()(**inputs).logits, other(**inputs).logits)
+
+
+def refused(mesh: DeviceMesh) -> None:
+    """Nothing is changed by a call that can't be served."""
+
+    def error_of(model: nn.Module, **options: Any) -> str:
+        before = {name: parameter.shape for name, parameter in model.named_parameters()}
+        try:
+            apply_expert_parallel(model, options.pop("mesh", mesh), **options)
+        except ValueError as error:
+            assert before == {name: parameter.shape for name, parameter in model.named_parameters()}
+            return str(error)
+        raise AssertionError("no error")
+
+    world = dist.get_world_size()
+    assert "no dimension 'tp'; its dimensions: ('ep',)" in error_of(_build("qwen3_moe"), dim="tp")
+    assert "its dimensions: unnamed" in error_of(_build("qwen3_moe"), mesh=init_device_mesh("cpu", (world,)))
+    assert "has no experts to share" in error_of(_build("qwen3"))
+    assert f"3 experts can't be shared among {world} processes" in error_of(presets.build("qwen3_moe", num_experts=3))
+    model = apply_expert_parallel(_build("qwen3_moe"), mesh)
+    assert "are shared among processes already" in error_of(model)
+
+
+CASES: dict[str, Callable[[DeviceMesh], None]] = {
+    f"one step of {name}": functools.partial(one_step, name=name)
+    for name in ("mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "qwen3_5_moe")
+} | {
+    "processes without tokens": functools.partial(one_step, name="qwen3_moe", change=_to_the_first_experts),
+    "kernels first": functools.partial(kernels, first=True),
+    "kernels last": functools.partial(kernels, first=False),
+    "checkpointed": checkpointed,
+    "trained": trained,
+    "saved and loaded": saved_and_loaded,
+    "refused": refused,
+}
