@@ -1,0 +1,102 @@
+"""The Triton programs that only interpreters have run so far compile for a GPU, in the forms in which they are used."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+import torch
+
+from tests.support.gpu_compiler import compiled_for_gpu
+from twinkle.kernel.ops.moe import triton_kernels, triton_launch
+from twinkle.loss import triton_token_losses
+
+pytestmark = pytest.mark.skipif(
+    "TRITON_INTERPRET" in os.environ or torch.cuda.is_available(), reason="needs Triton's compiler, and a GPU runs them"
+)
+
+FLOATS = dict.fromkeys(("limit", "alpha", "offset", "smoothing", "z_loss", "scale", "softcap", "total_weight"), "fp32")
+SHARED = 227 * 1024
+"""What a program of an H200 may use of its multiprocessor's memory, in bytes."""
+
+
+def tensors(dtype: str, **others: str) -> dict[str, str]:
+    names = [
+        "x",
+        "weight",
+        "bias",
+        "gate_up",
+        "out",
+        "a",
+        "b",
+        "y",
+        "grad",
+        "dgate_up",
+        "product",
+        "back",
+        "weights",
+        "logits",
+    ]
+    types = {f"{name}_ptr": f"*{dtype}" for name in names} | FLOATS
+    return types | {"slots_ptr": "*i64", "ends_ptr": "*i32", "places_ptr": "*i32", "share_ptr": "*fp32"} | others
+
+
+def compiled(function: Any, dtype: str, tiles: triton_launch.Tiles | None, **constants: Any) -> Any:
+    options = {}
+    if tiles is not None:
+        options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+        shape = {"ROWS": tiles.rows, "COLUMNS": tiles.columns, "INNER": tiles.inner}
+        constants |= {"PRECISION": "ieee" if dtype == "fp32" else "tf32"} | shape
+        constants |= {"EXPERTS": 128, "GROUP": tiles.group} if "EXPERTS" in function.arg_names else {}
+    program = compiled_for_gpu(function, tensors(dtype), constants, **options)
+    assert program.asm["cubin"] and program.metadata.shared <= SHARED
+    return program
+
+
+GATE = {"ACTIVATION": "silu", "CLAMPED": False}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_the_products_of_experts(dtype: str) -> None:
+    no_bias = {"BIAS": False, "bias_ptr": None}
+    program = compiled(triton_kernels.up_kernel, dtype, triton_launch.UP, KEEP=True, **no_bias, **GATE)
+    assert dtype == "fp32" or "wgmma" in program.asm["ptx"], "by the tensor cores' own instructions"
+    compiled(triton_kernels.rows_kernel, dtype, triton_launch.ROWS, PARTS=1, **no_bias)
+    compiled(triton_kernels.rows_kernel, dtype, triton_launch.ROWS, PARTS=2, **no_bias)
+    compiled(triton_kernels.gate_backward_kernel, dtype, triton_launch.GATE_BACKWARD, **GATE)
+    for a_tokens in (True, False):
+        tokens = {"A_TOKENS": a_tokens, "B_TOKENS": not a_tokens}
+        compiled(triton_kernels.weight_kernel, dtype, triton_launch.WEIGHT, **tokens, **no_bias)
+
+
+def test_experts_of_another_kind() -> None:
+    gate = {"ACTIVATION": "gelu", "CLAMPED": True}
+    compiled(triton_kernels.up_kernel, "bf16", triton_launch.UP, KEEP=False, BIAS=True, gate_up_ptr=None, **gate)
+    compiled(triton_kernels.rows_kernel, "bf16", triton_launch.ROWS, PARTS=1, BIAS=True)
+    tokens = {"A_TOKENS": False, "B_TOKENS": True}
+    compiled(triton_kernels.weight_kernel, "bf16", triton_launch.WEIGHT, BIAS=True, **tokens)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_what_lies_between_the_products(dtype: str) -> None:
+    compiled(triton_kernels.gate_kernel, dtype, None, COLUMNS=1024, **GATE)
+    compiled(triton_kernels.gate_backward_rows_kernel, dtype, None, COLUMNS=1024, **GATE)
+    compiled(triton_kernels.combine_kernel, dtype, None, WEIGHTED=True, COLUMNS=1024)
+    compiled(triton_kernels.combine_kernel, dtype, None, WEIGHTED=False, weights_ptr=None, COLUMNS=1024)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_losses_of_tokens(dtype: str, whole: bool) -> None:
+    types = tensors(dtype, target_ptr="*i64", class_weight_ptr="*fp32", upstream_ptr="*fp32", loss_ptr="*fp32")
+    constants: dict[str, Any] = {"HAS_WEIGHT": whole, "SMOOTHING": whole, "SOFTCAP": whole, "GRADIENT": True}
+    if not whole:
+        constants |= {"class_weight_ptr": None}
+    block = {"BLOCK": triton_token_losses.BLOCK}
+    program = compiled_for_gpu(triton_token_losses.token_losses_kernel, types, constants | block, num_warps=16)
+    assert program.asm["cubin"]
