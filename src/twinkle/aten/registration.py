@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 import warnings
@@ -39,7 +40,9 @@ class Registration:
         platform: the platform's name.
         keys: the dispatch keys at which it is installed.
         level: what the kernel is written in, ``"triton"`` or ``"torch"``.
-        counts: what became of the calls: ``kernel``, ``fallbacks`` by reason, ``errors``.
+        counts: what became of the calls: ``kernel``, ``fallbacks`` by reason, ``errors``; and ``compiled``: whether
+            something was compiled meanwhile. Code that inductor makes doesn't call operators, so no call of it is
+            counted, nor served by the kernel.
         counter: the dictionary whose ``"n"`` counts the calls that arrived.
     """
 
@@ -48,11 +51,12 @@ class Registration:
         self.platform = platform.name
         self.keys = effective_keys(spec.overload, platform)
         self.counter = counter
-        self.counts = Counts()
+        self._counts = Counts()
+        self._graphs = _compiled_graphs()
         serving = Serving(spec, platform)
         self.level = serving.level
         self._overload = spec.overload
-        self._traffic = Traffic(serving, self.counts, counter)
+        self._traffic = Traffic(serving, self._counts, counter)
         self._library: Any = None
         # All before the first is replaced: a kernel at the backend key changes what the autograd key falls back to.
         self._native = {key: torch.library.get_kernel(self._overload, key) for key in self.keys}
@@ -68,15 +72,27 @@ class Registration:
                     warnings.filterwarnings("ignore", "Warning only once for all operators")
                     self._library.impl(self._overload, router, key, with_keyset=True)
                 self._ours[key] = torch.library.get_kernel(self._overload, key)
+            self._forget_resolutions()
         except BaseException as error:
             self._library._destroy()
             if isinstance(error, RuntimeError):  # before PyTorch 2.13: where Python code of others stands already
                 raise RegistrationError(self.operator, Reason("already-registered", str(error))) from error
             raise
 
+    def _forget_resolutions(self) -> None:
+        """While tracing, PyTorch remembers which key serves an operator, and calls its kernel, there or not."""
+        self._overload._dispatch_cache.clear()
+
     def _is_covered(self, key: str) -> bool:
         """Whether another kernel than ours stands at a key: where it was made is all that tells one from another."""
         return repr(torch.library.get_kernel(self._overload, key)) != repr(self._ours[key])
+
+    @property
+    def counts(self) -> Counts:
+        """What became of the calls until now."""
+        if not self.closed:
+            self._counts.compiled = _compiled_graphs() != self._graphs
+        return self._counts
 
     @property
     def closed(self) -> bool:
@@ -92,6 +108,11 @@ class Registration:
         with _lock:
             if self.closed:
                 return
+            if self.counts.compiled:
+                text = (
+                    "%s: something was compiled while its kernel was registered; code made by inductor doesn't call it"
+                )
+                logger.warning(text, self.operator)
             self._traffic.open = False
             for key in self.keys:
                 _active.pop((self.operator, key), None)
@@ -104,6 +125,7 @@ class Registration:
             _retired.append((now, list(self._ours.values())))
             self._ours.clear()
             self._library._destroy()
+            self._forget_resolutions()
             while _retired[0][0] < now - _GRACE_SECONDS:
                 _retired.popleft()
 
@@ -132,6 +154,12 @@ def register(
         registration._install(found.autograd_key)
         _active.update({(spec.name, key): registration for key in registration.keys})
         return registration
+
+
+def _compiled_graphs() -> int:
+    """How many graphs ``torch.compile`` has made in this process; the compiler isn't imported for that."""
+    utilities = sys.modules.get("torch._dynamo.utils")
+    return 0 if utilities is None else utilities.counters["stats"]["unique_graphs"]
 
 
 def active() -> list[Registration]:
