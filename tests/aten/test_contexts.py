@@ -69,6 +69,18 @@ def test_a_checkpoint(name: str, chip: Profile, reentrant: bool) -> None:
     assert same_bits(ours, native) and served["kernel"] >= 2
 
 
+@pytest.mark.parametrize("view", [False, True])
+def test_a_leaf_is_not_written_before_the_exception(chip: Profile, view: bool) -> None:
+    leaf = torch.zeros(3, 4, device=DEVICE, requires_grad=True)
+    with catalog.operator("copy_").register_a1(platform=chip.platform):
+        with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+            (leaf[1:] if view else leaf).copy_(torch.ones(4, device=DEVICE))
+        with torch.no_grad():
+            assert not leaf.any()
+            leaf.copy_(torch.ones(4, device=DEVICE))
+    assert leaf.all() and leaf._version == 1
+
+
 TRANSFORMS: dict[str, Callable[[Callable[..., torch.Tensor], torch.Tensor], Any]] = {
     "grad": lambda f, x: torch.func.grad(lambda t: (f(t) ** 2).sum())(x),
     "vmap": lambda f, x: torch.vmap(f)(torch.stack([x, x + 1])),

@@ -14,8 +14,10 @@ import torch
 from tests.aten.conftest import DEVICE, INTERPRETED
 from twinkle.aten import Profile, catalog, profile
 from twinkle.aten.harness import framework_level, kernel_level, op_level
+from twinkle.aten.harness.compare import memory_of
 from twinkle.aten.harness.levels import LEVELS
 from twinkle.aten.harness.outcome import started
+from twinkle.aten.harness.poison import PATTERNS, poisoned
 from twinkle.aten.spec import OperatorSpec, Semantics
 
 
@@ -54,6 +56,20 @@ def test_an_absent_device_is_not_run(level: str, clone: OperatorSpec) -> None:
     outcome = LEVELS[level](clone, profile("p800-kunlunxin"))
     assert outcome.state == "not run" and outcome.to_dict()["ok"] is None
     assert "torch_xmlir is not installed" in str(outcome.not_run)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_allocated_memory_is_poisoned(pattern: int) -> None:
+    like = torch.ones(3, 2, device=DEVICE)
+    with poisoned(pattern):
+        made = (
+            torch.empty(3, 2, device=DEVICE),
+            torch.empty_like(like),
+            torch.empty_strided((3, 2), (4, 1), device=DEVICE),
+            like.new_empty(5),
+            torch.empty(0, device=DEVICE),
+        )
+    assert all(bool((memory_of(tensor) == pattern).all()) for tensor in made)
 
 
 # --- seeded faults ----------------------------------------------------------------------------------------------------

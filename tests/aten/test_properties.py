@@ -62,7 +62,8 @@ def tensors(draw: Any, shape: tuple[int, ...] | None = None, written: bool = Fal
         lazy = ""
     leaf = written and (dtype.is_floating_point or dtype.is_complex) and draw(st.integers(0, 9)) == 0
     device = draw(st.sampled_from([DEVICE, DEVICE, DEVICE, DEVICE, "cpu"]))
-    return Tensor(draw(layouts(shape, overlapping=True)), dtype, lazy, draw(st.booleans()), leaf, device)
+    overlapping = not written or draw(st.booleans())
+    return Tensor(draw(layouts(shape, overlapping)), dtype, lazy, draw(st.booleans()), leaf, device)
 
 
 FORMATS = (None, torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
@@ -71,8 +72,9 @@ FORMATS = (None, torch.contiguous_format, torch.preserve_format, torch.channels_
 @st.composite
 def copies(draw: Any) -> list[Any]:
     to = draw(tensors(written=True))
-    if draw(st.integers(0, 9)) == 0:
-        return [to, draw(st.sampled_from([2, 2.5, True])), False]
+    number = draw(st.sampled_from([None, None, None, None, 2, 2.5, True]))
+    if number is not None:
+        return [to, number, False]
     shape = list(to.layout[0][draw(st.integers(0, len(to.layout[0]))) :])
     for dimension in range(len(shape)):
         if draw(st.integers(0, 5)) == 0:

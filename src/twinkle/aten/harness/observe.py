@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from twinkle.aten.harness.cases import generator
-from twinkle.aten.harness.compare import difference, same_bits
+from twinkle.aten.harness.compare import difference, memory_of, same_bits
 from twinkle.aten.spec import OperatorSpec, Semantics
 from twinkle.aten.strided import shares_memory
 
@@ -79,7 +79,9 @@ def differences(spec: OperatorSpec, seen: Seen, native: Seen) -> list[str]:
     if seen.error is not native.error:
         return [f"{_raised(seen)}, natively {_raised(native)}"]
     if seen.error is not None:
-        return []
+        tensors = zip(_tensors(seen.arguments), _tensors(native.arguments), strict=True)
+        same = all(_same_memory(ours, theirs) for ours, theirs in tensors)
+        return [] if same else ["an argument was written before the exception"]
     found = [difference(spec, seen.result, native.result, seen.arguments)]
     found += [
         f"{what}: {ours}, natively {theirs}"
@@ -106,6 +108,10 @@ def _raised(seen: Seen) -> str:
 
 def _tensors(arguments: list[Any]) -> list[torch.Tensor]:
     return [value for value in arguments if isinstance(value, torch.Tensor)]
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.layout is not torch.strided or torch.equal(memory_of(one), memory_of(other))
 
 
 def _version(tensor: torch.Tensor) -> int:
