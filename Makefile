@@ -23,12 +23,14 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv demo test test-interpreter test-slow lint types coverage clean distclean
+.PHONY: help venv demo test test-interpreter test-aten test-aten-long test-slow lint types coverage clean distclean
 
 help:
 	@echo "make demo              set up (first call), then train a small Qwen3 with and without kernels and compare"
 	@echo "make test              set up (first call), then the whole test suite with coverage"
 	@echo "make test-interpreter  only the tests that run Triton kernels on the CPU (TRITON_INTERPRET=1)"
+	@echo "make test-aten         only the tests of the ATen level, on the simulated devices"
+	@echo "make test-aten-long    many random calls of every ATen operator, compared with PyTorch's own"
 	@echo "make test-slow         the tests that 'make test' leaves out: whole models through interpreted kernels, families in use"
 	@echo "make lint              ruff"
 	@echo "make types             mypy"
@@ -100,18 +102,33 @@ demo: $(DEMO_STAMP)
 test-interpreter: $(TEST_STAMP)
 	@TRITON_INTERPRET=1 $(PYTEST) tests/interpreter -m "not slow" --cov --cov-report=
 
+# The simulated device would be the accelerator of every other test, so it gets processes of its own; on the CPU the tests
+# of the ATen level run with all others.
+test-aten: $(TEST_STAMP)
+	@TRITON_INTERPRET=1 $(PYTEST) tests/aten -m "not multiprocess" --cov --cov-append --cov-report=
+	@for device in npu mlu; do \
+	    TWINKLE_TEST_DEVICE=$$device $(PYTEST) tests/aten --cov --cov-append --cov-report= || exit 1; \
+	done
+	@TWINKLE_TEST_DEVICE=npu TRITON_INTERPRET=1 $(PYTEST) tests/aten -m "not multiprocess" --cov --cov-append --cov-report=
+
+test-aten-long: $(TEST_STAMP)
+	@for device in cpu npu mlu; do \
+	    TWINKLE_TEST_EXAMPLES=5000 TWINKLE_TEST_DEVICE=$$device $(PYTEST) tests/aten/test_properties.py || exit 1; \
+	done
+	@TWINKLE_TEST_EXAMPLES=1000 TRITON_INTERPRET=1 $(PYTEST) tests/aten/test_properties.py
+
 # Whole models through interpreted Triton kernels; every family copied, adapted, compiled, hooked, in parallel.
 test-slow: $(TEST_STAMP)
 	@TRITON_INTERPRET=1 $(PYTEST) tests/interpreter -m slow
 	@$(PYTEST) tests --ignore=tests/interpreter -m slow
 
-test: test-interpreter
+test: test-interpreter test-aten
 	@$(PYTEST) tests --ignore=tests/interpreter -m "not slow" \
 	    --cov --cov-append --cov-report=term-missing:skip-covered --cov-fail-under=90
 
 lint: $(TEST_STAMP)
 	@$(PY) -m ruff check .
-	@$(PY) -m ruff format --check src tests benchmarks
+	@$(PY) -m ruff format --check src ops tests benchmarks
 
 types: $(TEST_STAMP)
 	@$(PY) -m mypy

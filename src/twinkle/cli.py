@@ -24,6 +24,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+ops_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode="rich", help="Shows and checks the operators of the ATen level."
+)
+app.add_typer(ops_app, name="ops")
+
 MODEL_HELP = "tiny:<preset>, a folder with config.json, a config.json file, or a Hub id."
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print pure JSON on stdout, and no progress bar.")]
@@ -304,3 +309,50 @@ def demo(
     from twinkle.commands.demo.command import run
 
     _run(run, steps=steps, seconds=seconds, html=html, device=device, backends=backend)
+
+
+@ops_app.command("list")
+def ops_list(json: Json = False) -> None:
+    """Shows the operators, and by which kernels this machine would serve them.
+
+    For each platform that is here: what the kernel is written in, and the
+    dispatch keys at which it would be installed.
+
+    [bold]Examples[/]
+      twinkle-kernel ops list
+      twinkle-kernel ops list --json | jq .operators.clone
+    """
+    from twinkle.commands.ops import list_operators
+
+    _run(list_operators, as_json=json)
+
+
+@ops_app.command("run")
+def ops_run(
+    operators: Annotated[
+        list[str] | None, typer.Argument(metavar="[OPERATOR]...", help="Default: all of them.", show_default=False)
+    ] = None,
+    level: Annotated[str, typer.Option("--level", help="kernel, op, framework or all.")] = "all",
+    device: Annotated[str, typer.Option("--device", metavar="PROFILE", help="A device profile or its alias.")] = "cpu",
+    report: Annotated[
+        bool, typer.Option("--report", help="Also write the operators' reports/PROFILE.json and REPORT.md.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Checks operators: the kernel alone, in PyTorch, and in a model.
+
+    The kernel level compares each kernel with the operator's reference. The op
+    level registers it and compares everything that a caller could notice with
+    PyTorch's own. The framework level trains and runs a small Qwen3 with and
+    without it, in processes of their own.
+
+    The exit code is 1 when a check failed and 3 when nothing could be run.
+
+    [bold]Examples[/]
+      twinkle-kernel ops run clone
+      twinkle-kernel ops run clone copy_ --level op --device ascend910
+      twinkle-kernel ops run --level kernel --json
+    """
+    from twinkle.commands.ops import run
+
+    _run(run, operators or (), level=level, device=device, report=report, as_json=json)

@@ -64,6 +64,7 @@ class Platform:
         device_type: ``torch.device(...).type`` of its tensors.
         probe: None when the machine has it, else the reason why not.
         dispatch_key, autograd_key: the keys that its tensors carry in PyTorch's dispatcher.
+        triton_backend: what Triton calls its target there; None where Triton has none.
         quirks: flags that the ATen level reads, e.g. ``autograd_skips_backend``.
     """
 
@@ -73,6 +74,7 @@ class Platform:
     probe: Callable[[], Reason | None]
     dispatch_key: str
     autograd_key: str
+    triton_backend: str | None = None
     quirks: frozenset[str] = frozenset()
 
     def missing(self) -> Reason | None:
@@ -87,8 +89,8 @@ PLATFORMS: dict[str, Platform] = {
     platform.name: platform
     for platform in (
         Platform("cpu", (), "cpu", lambda: None, "CPU", "AutogradCPU"),
-        Platform("nvidia", ("cuda",), "cuda", _cuda_probe(hip=False), "CUDA", "AutogradCUDA"),
-        Platform("amd", ("hip", "rocm"), "cuda", _cuda_probe(hip=True), "CUDA", "AutogradCUDA"),
+        Platform("nvidia", ("cuda",), "cuda", _cuda_probe(hip=False), "CUDA", "AutogradCUDA", "cuda"),
+        Platform("amd", ("hip", "rocm"), "cuda", _cuda_probe(hip=True), "CUDA", "AutogradCUDA", "hip"),
         Platform(
             "ascend",
             ("npu",),
@@ -96,6 +98,7 @@ PLATFORMS: dict[str, Platform] = {
             _through_module("npu", "torch_npu"),
             "PrivateUse1",
             "AutogradPrivateUse1",
+            "npu",
             frozenset({"autograd_skips_backend"}),
         ),
         Platform(
@@ -105,10 +108,11 @@ PLATFORMS: dict[str, Platform] = {
             _through_module("mlu", "torch_mlu"),
             "PrivateUse1",
             "AutogradPrivateUse1",
+            "mlu",
         ),
         # Kunlunxin's plug-in presents its chips as CUDA devices.
-        Platform("kunlunxin", ("p800",), "cuda", _through_module("cuda", "torch_xmlir"), "CUDA", "AutogradCUDA"),
-        Platform("intel", ("xpu",), "xpu", _through_module("xpu", None), "XPU", "AutogradXPU"),
+        Platform("kunlunxin", ("p800",), "cuda", _through_module("cuda", "torch_xmlir"), "CUDA", "AutogradCUDA", "xpu"),
+        Platform("intel", ("xpu",), "xpu", _through_module("xpu", None), "XPU", "AutogradXPU", "xpu"),
         Platform("apple", ("mps",), "mps", _through_module("mps", None), "MPS", "AutogradMPS"),
     )
 }

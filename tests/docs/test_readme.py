@@ -45,6 +45,7 @@ def test_the_interface_example_runs(shown: dict[str, Any]) -> None:
     assert norm.reasons, "the hub layer can't be fetched here, and the row must say so"
     assert rows.row("Qwen2RMSNorm").state == "unused"
     assert rows.row("Qwen3MoeExperts.forward").state == "unused"
+    assert shown["registration"].counts.kernel == 1 and shown["registration"].closed
 
 
 @pytest.mark.parametrize("name", READMES)

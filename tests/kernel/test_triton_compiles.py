@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 FLOATS = dict.fromkeys(("limit", "alpha", "offset", "smoothing", "z_loss", "scale", "softcap", "total_weight"), "fp32")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SHARED = 227 * 1024
 """What a program of an H200 may use of its multiprocessor's memory, in bytes."""
 
@@ -49,6 +50,7 @@ def tensors(dtype: str, **others: str) -> dict[str, str]:
 def compiled(function: Any, dtype: str, tiles: triton_launch.Tiles | None, **constants: Any) -> Any:
     options = {}
     if tiles is not None:
+        tiles = tiles.of(DTYPES[dtype])
         options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
         shape = {"ROWS": tiles.rows, "COLUMNS": tiles.columns, "INNER": tiles.inner}
         constants |= {"PRECISION": "ieee" if dtype == "fp32" else "tf32"} | shape

@@ -55,7 +55,7 @@ def saved_configs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
 
 def test_help_of_the_whole_names_every_command_and_the_exit_codes() -> None:
     text = run("--help").output
-    assert all(f" {command} " in text for command in COMMANDS)
+    assert all(f" {command} " in text for command in (*COMMANDS, "ops"))
     assert "Examples" in text and "Exit codes" in text
 
 

@@ -58,6 +58,10 @@ class Tiles(NamedTuple):
     stages: int
     group: int = 8
 
+    def of(self, dtype: torch.dtype) -> Tiles:
+        """The same for another dtype than those of two bytes: as much memory is there for what is summed at a time."""
+        return self._replace(inner=max(16, self.inner * 2 // dtype.itemsize))
+
 
 # Without spilled registers on an H200, by the compiler's word; none of them is measured yet.
 UP = Tiles(128, 128, 64, 8, 4)
@@ -77,6 +81,7 @@ def _precision(dtype: torch.dtype) -> str:
 
 def _grouped(route: Route, tiles: Tiles, dtype: torch.dtype) -> dict[str, Any]:
     """The compile-time values that the grouped programs share."""
+    tiles = tiles.of(dtype)
     return {
         "PRECISION": _precision(dtype),
         "EXPERTS": triton.next_power_of_2(route.ends.numel()),
@@ -201,7 +206,7 @@ def weight_gradient(
     b_by_token: bool = False,
 ) -> None:
     """Writes ``a.T @ b`` over each expert's rows into ``out``; and the sums of ``a``'s rows into ``bias``."""
-    tiles = WEIGHT
+    tiles = WEIGHT.of(a.dtype)
     height, width = a.shape[1], b.shape[1]
     height_tiles, width_tiles = triton.cdiv(height, tiles.rows), triton.cdiv(width, tiles.columns)
     where = bias_at or Projection(0, 0, 0)

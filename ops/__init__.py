@@ -1,0 +1,1 @@
+"""The operators of twinkle-kernel: one package each, over the engine in ``twinkle.aten``."""

@@ -1,0 +1,66 @@
+"""What ``aten::copy_`` is, and which calls our kernels take."""
+
+import torch
+
+from twinkle.aten import Condition, Home, Kernel, OperatorSpec, Semantics
+from twinkle.aten.conditions import CASTABLE, SAME_DTYPE, another_device, tensor
+from twinkle.aten.gradients import overwrite
+from twinkle.aten.strided import broadcasts, may_overlap, shares_memory
+
+
+def _overlapping(device):
+    return torch.zeros(4, device=device).as_strided((3, 2), (1, 1)), torch.ones(3, 2, device=device), False
+
+
+def _within_itself(device):
+    memory = torch.arange(8.0, device=device)
+    return memory[:4], memory[4:], False
+
+
+SPEC = OperatorSpec(
+    schema="copy_(Tensor(a!) self, Tensor src, bool non_blocking=False) -> Tensor(a!)",
+    home=Home.of(__name__, __file__),
+    semantics=Semantics.IN_PLACE,
+    kernels={
+        "triton": Kernel("kernel.triton_level:copy__triton", (CASTABLE,)),
+        "torch": Kernel("kernel.torch_level:copy__torch", (SAME_DTYPE,)),
+    },
+    conditions=(
+        Condition(
+            "number",
+            "src is a tensor, not a number",
+            lambda self, src, _: isinstance(src, torch.Tensor),
+            lambda device: (torch.zeros(3, device=device), 2.5, False),
+        ),
+        *tensor(0, "self", lambda t: (t, torch.ones(t.shape, dtype=t.dtype, device=t.device), False)),
+        *tensor(1, "src", lambda t: (torch.zeros(t.shape, dtype=t.dtype, device=t.device), t, False)),
+        Condition(
+            "device",
+            "both are on one device",
+            lambda self, src, _: self.device == src.device,
+            lambda device: (torch.zeros(3, device=device), torch.ones(3, device=another_device(device)), False),
+        ),
+        Condition(
+            "shape",
+            "src can be broadcast to self",
+            lambda self, src, _: self.shape == src.shape or broadcasts(src.shape, self.shape),
+            lambda device: (torch.zeros(3, device=device), torch.ones(2, device=device), False),
+        ),
+        Condition(
+            "overlap",
+            "no two elements of self share memory, for sure",
+            lambda self, src, _: not may_overlap(self.shape, self.stride()),
+            _overlapping,
+        ),
+        Condition(
+            "same-memory",
+            "self and src have memory of their own",
+            lambda self, src, _: not shares_memory(self, src),
+            _within_itself,
+        ),
+    ),
+    gradient=overwrite,
+    reference="reference:copy__reference",
+)
+copy__aten = SPEC.aten
+register_a1 = SPEC.register_a1

@@ -1,0 +1,57 @@
+"""``dropout`` in Triton: the mask is never stored, but drawn again from the same seed for the gradient."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from twinkle.aten.launch import launch
+from twinkle.aten.spec import Pullback
+from twinkle.aten.strided import MOST_PROGRAMS, triton_copy
+
+from .programs import drop
+
+BLOCK = 512
+
+
+def dropout_triton(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """See ``aten::dropout``, for 0 < p < 1 in training and an input whose elements lie side by side."""
+    return _drop(input, p, _draw_seed(input.device))
+
+
+def dropout_triton_with_pullback(input: torch.Tensor, p: float, train: bool) -> tuple[torch.Tensor, Pullback]:
+    """The result, and the gradient of ``input`` from that of the result."""
+    seed, strides = _draw_seed(input.device), input.stride()
+    return _drop(input, p, seed), lambda grad: (_Again.apply(grad, p, seed, strides),)
+
+
+class _Again(torch.autograd.Function):
+    """The same elements dropped of another tensor; its own gradient is the same once more."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: torch.Tensor, p: float, seed: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+        ctx.rest = p, seed, strides
+        if grad.stride() != strides:  # the mask belongs to positions in the input's memory
+            given, grad = grad, torch.empty_strided(grad.shape, strides, dtype=grad.dtype, device=grad.device)
+            triton_copy(grad, given)
+        return _drop(grad, p, seed)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return _Again.apply(grad, *ctx.rest), None, None, None
+
+
+def _draw_seed(device: torch.device) -> torch.Tensor:
+    """One number from PyTorch's own generator, left on the device: it obeys ``torch.manual_seed``, nothing waits."""
+    return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
+
+
+def _drop(source: torch.Tensor, p: float, seed: torch.Tensor) -> torch.Tensor:
+    result = torch.empty_like(source)
+    total = source.numel()
+    grid = min(math.ceil(total / (4 * BLOCK)), MOST_PROGRAMS)
+    wide = total + 4 * BLOCK * MOST_PROGRAMS >= 2**31
+    launch(drop, source.device, grid, result, source, seed, total, P=p, WIDE=wide, BLOCK=BLOCK)
+    return result

@@ -1,0 +1,57 @@
+"""What ``aten::dropout`` is, and which calls our kernels take."""
+
+import torch
+
+from twinkle.aten import Condition, Home, Kernel, OperatorSpec, Semantics
+from twinkle.aten.conditions import tensor
+from twinkle.aten.strided import is_dense
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+SPEC = OperatorSpec(
+    schema="dropout(Tensor input, float p, bool train) -> Tensor",
+    home=Home.of(__name__, __file__),
+    semantics=Semantics.RANDOM | Semantics.MAY_ALIAS,
+    kernels={
+        "triton": Kernel(
+            "kernel.triton_level:dropout_triton",
+            (
+                Condition(
+                    "dense",
+                    "the elements of input lie side by side, in any order",
+                    lambda input, p, train: is_dense(input.shape, input.stride()),
+                    lambda device: (torch.ones(6, device=device)[::2], 0.5, True),
+                ),
+            ),
+            with_pullback="kernel.triton_level:dropout_triton_with_pullback",
+        ),
+        "torch": Kernel(
+            "kernel.torch_level:dropout_torch", with_pullback="kernel.torch_level:dropout_torch_with_pullback"
+        ),
+    },
+    conditions=(
+        *tensor(0, "input", lambda t: (t, 0.5, True)),
+        Condition(
+            "dtype",
+            "the dtype is one of float32, bfloat16, float16, float64",
+            lambda input, p, train: input.dtype in _DTYPES,
+            lambda device: (torch.ones(3, dtype=torch.complex64, device=device), 0.5, True),
+        ),
+        Condition(
+            "p",
+            "0 < p < 1",
+            lambda input, p, train: 0 < p < 1,
+            lambda device: (torch.ones(3, device=device), 1.5, True),
+        ),
+        Condition(
+            "not-training",
+            "train is True",
+            lambda input, p, train: train,
+            lambda device: (torch.ones(3, device=device), 0.5, False),
+        ),
+    ),
+    reference="reference:dropout_reference",
+    judge="reference:judge",
+)
+dropout_aten = SPEC.aten
+register_a1 = SPEC.register_a1

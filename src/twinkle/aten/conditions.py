@@ -1,0 +1,97 @@
+"""Conditions that several operators share. Each also gives a call for which it doesn't hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from twinkle.aten.spec import Condition
+from twinkle.aten.strided import CASTS
+
+Call = Callable[[torch.Tensor], tuple[Any, ...]]
+"""Makes all arguments of a call from one tensor."""
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class _Subclass(torch.Tensor):
+    pass
+
+
+def tensor(index: int, name: str, call: Call) -> tuple[Condition, ...]:
+    """That an argument is a tensor whose elements lie in memory as they are.
+
+    Args:
+        index: the argument's position in the schema.
+        name: its name there.
+        call: makes a call with a given tensor as that argument.
+    """
+
+    def ordinary(*values: Any) -> bool:
+        return type(values[index]) in _PLAIN
+
+    def strided(*values: Any) -> bool:
+        t = values[index]
+        return t.layout is torch.strided and not (t.is_quantized or t.is_nested)
+
+    def as_stored(*values: Any) -> bool:
+        t = values[index]
+        return not (t.is_conj() or t.is_neg() or t._is_zerotensor())
+
+    def some(*values: Any) -> bool:
+        return values[index].numel() > 0
+
+    def on(device: torch.device, *shape: int, **options: Any) -> torch.Tensor:
+        return torch.ones(*shape, device=device, **options)
+
+    return (
+        Condition(
+            "subclass", f"{name} is no tensor subclass", ordinary, lambda d: call(on(d, 3, 4).as_subclass(_Subclass))
+        ),
+        Condition("layout", f"{name} is strided", strided, lambda d: call(on(d, 3, 4).to_sparse())),
+        Condition(
+            "lazy-bits",
+            f"{name} carries no pending conjugation or negation",
+            as_stored,
+            lambda d: call(on(d, 3, 4, dtype=torch.complex64).conj()),
+        ),
+        Condition("empty", f"{name} has elements", some, lambda d: call(on(d, 3, 0))),
+    )
+
+
+def another_device(device: torch.device) -> torch.device:
+    """One beside it, for a call with tensors of two; NotImplementedError where there is none."""
+    if device.type == "cpu":
+        raise NotImplementedError("the CPU is the only device that is always there")
+    return torch.device("cpu")
+
+
+def _same_or_cast(to: Any, source: Any, *_: Any) -> bool:
+    return to.dtype == source.dtype or (to.dtype in CASTS and source.dtype in CASTS)
+
+
+def _pair(device: torch.device, to: torch.dtype, source: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    return torch.zeros(3, 4, dtype=to, device=device), torch.ones(3, 4, dtype=source, device=device), False
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+CASTABLE = Condition(
+    "cast",
+    f"the dtypes are equal, or both of {', '.join(sorted(map(_name, CASTS)))}",
+    _same_or_cast,
+    lambda device: _pair(device, torch.int32, torch.float32),
+)
+"""Of a copy's two leading arguments."""
+
+SAME_DTYPE = Condition(
+    "cast",
+    "the dtypes are equal",
+    lambda to, source, *_: to.dtype == source.dtype,
+    lambda device: _pair(device, torch.float16, torch.float32),
+)
+"""Of a copy's two leading arguments."""

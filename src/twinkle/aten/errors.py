@@ -1,0 +1,18 @@
+"""What goes wrong at a registration, and nowhere later."""
+
+from __future__ import annotations
+
+from twinkle.reasons import Reason
+
+
+class RegistrationError(RuntimeError):
+    """An operator was not registered; nothing was changed.
+
+    Attributes:
+        code: a stable word for programs: ``unknown-platform``, ``unknown-key``, ``refused-key``, ``foreign-key``,
+            ``ambiguous-key``, ``no-device``, ``already-registered``, ``schema``, ``unknown-operator``, ``foreign-ops``.
+    """
+
+    def __init__(self, operator: str, reason: Reason) -> None:
+        super().__init__(f"{operator}: {reason}")
+        self.code = reason.code

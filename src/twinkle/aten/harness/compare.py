@@ -1,0 +1,58 @@
+"""Whether two results are the same: bits, or numbers within an operator's tolerance; and how they lie in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from twinkle.aten.spec import OperatorSpec, Semantics
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's whole storage as bytes, on the CPU."""
+    storage = tensor.untyped_storage()
+    if not storage.nbytes():
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage).cpu()
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype have the same elements, bit by bit; any layouts and devices."""
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(_bits(one), _bits(other))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    dense = tensor.detach().cpu() if tensor.layout is torch.strided else tensor.detach().cpu().to_dense()
+    if dense.numel() == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    flat = dense.resolve_conj().resolve_neg().contiguous()
+    # A contiguous tensor may have any stride where its size is 1, which a view of other items doesn't take.
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
+def difference(spec: OperatorSpec, result: Any, expected: Any, arguments: list[Any]) -> str | None:
+    """What is wrong with a result, beside one that is right; None when nothing is.
+
+    Args:
+        arguments: those that led to ``result``; an operator's own judge looks at them.
+    """
+    for what in ("shape", "dtype"):
+        if getattr(result, what) != getattr(expected, what):
+            return f"{what} {getattr(result, what)}, expected {getattr(expected, what)}"
+    if result.stride() != expected.stride():
+        return f"strides {result.stride()}, expected {expected.stride()}"
+    if Semantics.ALLOCATES in spec.semantics:
+        sizes = result.untyped_storage().nbytes(), expected.untyped_storage().nbytes()
+        return None if sizes[0] == sizes[1] else f"{sizes[0]} bytes of memory, expected {sizes[1]}"
+    if same_bits(result, expected):
+        outside = Semantics.IN_PLACE in spec.semantics and not torch.equal(memory_of(result), memory_of(expected))
+        return "memory beside the elements was written" if outside else None
+    if spec.judge is not None:
+        return spec.home.load(spec.judge)(result, *arguments)
+    return _wrong(result, expected)
+
+
+def _wrong(result: torch.Tensor, expected: torch.Tensor) -> str:
+    off = (_bits(result) != _bits(expected)).view(result.numel(), -1).any(-1)
+    return f"{int(off.sum())} of {result.numel()} elements are wrong, the first at {int(off.nonzero()[0])}"

@@ -1,0 +1,59 @@
+"""The levels by name, and what an operator's own files make of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from twinkle.aten.harness import framework_level, kernel_level, op_level
+from twinkle.aten.harness.outcome import Outcome
+from twinkle.aten.home import spec_beside
+from twinkle.aten.profiles import Profile, profile
+from twinkle.aten.spec import OperatorSpec
+
+LEVELS: dict[str, Callable[[OperatorSpec, Profile], Outcome]] = {
+    "kernel": kernel_level.run,
+    "op": op_level.run,
+    "framework": framework_level.run,
+}
+
+
+def level(name: str, module: str, file: str) -> Callable[[str | Profile], dict[str, Any]]:
+    """For ``test/<name>_level.py`` of an operator: its ``run(profile)``.
+
+    Args:
+        module, file: that file's ``__name__`` and ``__file__``.
+    """
+
+    def run(on: str | Profile) -> dict[str, Any]:
+        spec = spec_beside(module, Path(file).resolve().parents[1])
+        return LEVELS[name](spec, profile(on) if isinstance(on, str) else on).to_dict()
+
+    if module == "__main__":
+        raise SystemExit(_show([run(name) for name in sys.argv[1:] or ["cpu"]]))
+    return run
+
+
+def example(module: str, file: str) -> Callable[[str], int]:
+    """For an operator's ``example.py``: its ``main(profile)``, which runs and shows all levels."""
+
+    def main(on: str) -> int:
+        spec = spec_beside(module, Path(file).resolve().parent)
+        return _show([run(spec, profile(on)).to_dict() for run in LEVELS.values()])
+
+    if module == "__main__":
+        raise SystemExit(main(*sys.argv[1:] or ["cpu"]))
+    return main
+
+
+def _show(outcomes: Sequence[dict[str, Any]]) -> int:
+    """Prints one line per outcome and what went wrong; the exit code is 1 for a failure, 3 when nothing was run."""
+    for found in outcomes:
+        what = found["not_run"] or f"{found['checks']} checks, {len(found['problems'])} problems"
+        print(f"{found['operator']}  {found['level']:9}  {found['device']:6}  {found['state']:7}  {what}")
+        for problem in found["problems"]:
+            print(f"    {problem}")
+    states = {found["state"] for found in outcomes}
+    return 1 if "failed" in states else 0 if "passed" in states else 3

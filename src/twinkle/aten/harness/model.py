@@ -1,0 +1,78 @@
+"""A model's training step and generation, in a process of its own: ``python -m twinkle.aten.harness.model``.
+
+Reads a JSON object on stdin, writes one on stdout: see :func:`observe_model`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from twinkle.aten.home import spec_beside
+
+TOKENS = 8
+
+
+def observe_model(device: str, settings: dict[str, Any], registrations: list[dict[str, str]]) -> dict[str, Any]:
+    """A tiny Qwen3: forward, backward, then greedy decoding.
+
+    Args:
+        device: where it runs.
+        settings: what its configuration has beyond the preset's.
+        registrations: the operators to register: ``package`` (empty in script mode), ``folder``, ``dispatch_key`` and
+            ``platform`` of each.
+
+    Returns:
+        ``loss`` and every parameter's ``gradients`` as digests of their bits, ``tokens``; and by operator: ``keys``,
+        ``reached``, ``kernel``, ``fallbacks``.
+    """
+    from twinkle import presets
+
+    torch.manual_seed(0)
+    model = presets.build("qwen3", **settings).to(device)
+    batch = {name: value.to(device) for name, value in presets.inputs(model).items()}
+    with contextlib.ExitStack() as stack:
+        live = {}
+        for registration in registrations:
+            counter: dict[str, int] = {}
+            asker = registration["package"] and f"{registration['package']}.test"
+            spec = spec_beside(asker, Path(registration["folder"]))
+            made = spec.register_a1(registration["dispatch_key"], counter, registration["platform"])
+            live[made.operator] = stack.enter_context(made), counter
+        torch.manual_seed(1)
+        model.train()
+        loss = presets.loss(model(**batch))
+        loss.backward()
+        model.eval()
+        tokens = model.generate(batch["input_ids"], max_new_tokens=TOKENS, do_sample=False)
+    return {
+        "device": str(next(model.parameters()).device),
+        "loss": _digest(loss),
+        "finite": bool(torch.isfinite(loss)),
+        "gradients": {name: _digest(p.grad) for name, p in model.named_parameters() if p.grad is not None},
+        "tokens": tokens[:, -TOKENS:].tolist(),
+        "operators": {
+            name: {
+                "keys": list(made.keys),
+                "reached": counter["n"],
+                "kernel": made.counts.kernel,
+                "fallbacks": dict(made.counts.fallbacks),
+            }
+            for name, (made, counter) in live.items()
+        },
+    }
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    print(json.dumps(observe_model(**json.load(sys.stdin))))

@@ -1,0 +1,136 @@
+"""One call of an operator and everything about it that a caller could notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from twinkle.aten.harness.cases import generator
+from twinkle.aten.harness.compare import difference, memory_of, same_bits
+from twinkle.aten.spec import OperatorSpec, Semantics
+from twinkle.aten.strided import shares_memory
+
+
+@dataclass
+class Seen:
+    """What a call did.
+
+    Attributes:
+        arguments: what it was called with, after the call.
+        result: None when the call raised.
+        error: the type of the exception that the call raised, or going backward from it.
+        aliases: which tensor arguments the result is, or shares memory with.
+        written: by how much each tensor argument's version grew.
+        gradients: of each tensor argument but one that is written; empty when the call isn't differentiated.
+    """
+
+    arguments: list[Any]
+    result: Any = None
+    error: type[BaseException] | None = None
+    aliases: list[str] = field(default_factory=list)
+    written: list[int] = field(default_factory=list)
+    gradients: list[torch.Tensor | None] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call to observe, its arguments made before anything is registered.
+
+    Attributes:
+        name: what reports call it.
+        arguments: in the schema's order, used once.
+        leaves: those that are given gradients, for the call to be differentiated.
+    """
+
+    name: str
+    arguments: list[Any]
+    leaves: tuple[torch.Tensor, ...] = ()
+
+    @classmethod
+    def of(cls, name: str, arguments: list[Any], spec: OperatorSpec, *, differentiate: bool) -> Call:
+        """A call of an operator. A tensor that is written gets no gradient, since a leaf can't be written."""
+        leaves = _tensors(arguments)[Semantics.IN_PLACE in spec.semantics :] if differentiate else []
+        for leaf in leaves:
+            leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
+        return cls(name, arguments, tuple(leaves))
+
+    def observe(self, function: Callable[[list[Any]], Any]) -> Seen:
+        """Calls a function with the arguments, as one list, and goes backward if there are gradients."""
+        seen = Seen(self.arguments)
+        tensors = _tensors(self.arguments)
+        before = [_version(tensor) for tensor in tensors]
+        try:
+            seen.result = function(self.arguments)
+            seen.written = [_version(tensor) - version for tensor, version in zip(tensors, before, strict=True)]
+            seen.aliases = [_alias(seen.result, tensor) for tensor in tensors]
+            if self.leaves and seen.result.requires_grad:
+                seen.result.backward(_cotangent(self.name, seen.result))
+                seen.gradients = [leaf.grad for leaf in self.leaves]
+        except Exception as error:
+            seen.error = type(error)
+        return seen
+
+
+def differences(spec: OperatorSpec, seen: Seen, native: Seen) -> list[str]:
+    """What differs between two observations of one call; empty when nothing does."""
+    if seen.error is not native.error:
+        return [f"{_raised(seen)}, natively {_raised(native)}"]
+    if seen.error is not None:
+        tensors = zip(_tensors(seen.arguments), _tensors(native.arguments), strict=True)
+        same = all(_same_memory(ours, theirs) for ours, theirs in tensors)
+        return [] if same else ["an argument was written before the exception"]
+    found = [difference(spec, seen.result, native.result, seen.arguments)]
+    found += [
+        f"{what}: {ours}, natively {theirs}"
+        for what, ours, theirs in (
+            ("aliases", seen.aliases, native.aliases),
+            ("versions grew by", seen.written, native.written),
+            ("requires_grad", seen.result.requires_grad, native.result.requires_grad),
+            ("is a view", seen.result._is_view(), native.result._is_view()),
+            ("gradients", len(seen.gradients), len(native.gradients)),
+        )
+        if ours != theirs
+    ]
+    if spec.judge is None:
+        pairs = (
+            zip(seen.gradients, native.gradients, strict=True) if len(seen.gradients) == len(native.gradients) else ()
+        )
+        found += ["gradient: wrong" for ours, theirs in pairs if not _same_gradient(ours, theirs)]
+    return [problem for problem in found if problem]
+
+
+def _raised(seen: Seen) -> str:
+    return "no exception" if seen.error is None else seen.error.__name__
+
+
+def _tensors(arguments: list[Any]) -> list[torch.Tensor]:
+    return [value for value in arguments if isinstance(value, torch.Tensor)]
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.layout is not torch.strided or torch.equal(memory_of(one), memory_of(other))
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _alias(result: torch.Tensor, tensor: torch.Tensor) -> str:
+    if result is tensor:
+        return "the same"
+    return "shares memory" if shares_memory(result, tensor) else "apart"
+
+
+def _cotangent(name: str, result: torch.Tensor) -> torch.Tensor:
+    """The gradient to start from, with its dimensions in memory the other way round than usual."""
+    made = torch.randn(result.shape[::-1], dtype=torch.float64, generator=generator(f"{name}/cotangent"))
+    return made.permute(tuple(range(made.dim()))[::-1]).to(device=result.device, dtype=result.dtype)
+
+
+def _same_gradient(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
+    if ours is None or theirs is None:
+        return ours is theirs
+    return same_bits(ours, theirs)

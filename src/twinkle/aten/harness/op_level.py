@@ -1,0 +1,151 @@
+"""The op level: the operator called through PyTorch, before, while and after its kernel is registered."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from twinkle.aten.arguments import Arguments
+from twinkle.aten.harness.cases import Case, cases
+from twinkle.aten.harness.observe import Call, Seen, differences
+from twinkle.aten.harness.outcome import Outcome, started
+from twinkle.aten.profiles import Profile
+from twinkle.aten.registration import Registration
+from twinkle.aten.serving import Serving
+from twinkle.aten.spec import OperatorSpec, Semantics
+
+CONTEXTS: dict[str, Callable[[str], AbstractContextManager[Any]]] = {
+    "with gradients": lambda device_type: torch.enable_grad(),
+    "no_grad": lambda device_type: torch.no_grad(),
+    "inference_mode": lambda device_type: torch.inference_mode(),
+    "autocast": lambda device_type: torch.autocast(device_type, torch.bfloat16),
+}
+"""In each of these the kernel must be reached."""
+
+
+def run(spec: OperatorSpec, profile: Profile) -> Outcome:
+    """Everything that a caller could notice is as natively, and the kernel served what its conditions allow."""
+    outcome = started(spec, "op", profile)
+    if outcome.not_run is not None:
+        return outcome
+    kernels = _kernels(spec, profile)
+    native = {call.name: _seeded(call, enter, _operator(spec)) for call, enter, _ in _calls(spec, profile)}
+    prepared = list(_calls(spec, profile))
+    counter: dict[str, int] = {}
+    ours: dict[str, Seen] = {}
+    served: dict[str, list[str]] = {}
+    with spec.register_a1(profile.dispatch_key, counter, profile.platform) as registration:
+        for call, enter, _ in prepared:
+            ours[call.name] = _seeded(call, enter, _Watch(spec, registration, served.setdefault(call.name, [])))
+    reached = counter["n"]
+    for call, _, expected in prepared:  # only now, since comparing calls operators too
+        outcome.check(call.name, "; ".join(differences(spec, ours[call.name], native[call.name])) or None)
+        by = served[call.name]
+        outcome.check(f"{call.name}: served by {by}, should be one of {expected}", by in expected)
+    outcome.check("no call reached the kernel", registration.counts.kernel > 0)
+    _check_finite_differences(outcome, spec, profile)
+    _operator(spec)(next(cases(spec)).values(profile.device))
+    outcome.check("a call was counted after close()", counter["n"] == reached)
+    outcome.check("another kernel than before stands there after close()", _kernels(spec, profile) == kernels)
+    outcome.facts = {
+        "kernel": registration.counts.kernel,
+        "fallbacks": dict(registration.counts.fallbacks),
+        "level": registration.level,
+        "keys": list(registration.keys),
+    }
+    return outcome
+
+
+Enter = Callable[[], AbstractContextManager[Any]]
+
+
+def _calls(spec: OperatorSpec, profile: Profile) -> Iterator[tuple[Call, Enter, list[list[str]]]]:
+    """Each case in each context, and a call beyond each condition; with whom may serve it."""
+    serving = Serving(spec, profile.found)
+    device = torch.device(profile.device)
+    for case in cases(spec, seeds=1):
+        refusal = serving.refusal(case.values(device))
+        for context, enter in CONTEXTS.items():
+            differentiate = context == "with gradients" and Semantics.ALLOCATES not in spec.semantics
+            call = Call.of(f"{case.name}, {context}", case.values(device), spec, differentiate=differentiate)
+            yield call, functools.partial(enter, device.type), [[refusal or "kernel"]]
+    for condition in (*spec.conditions, *spec.kernels[serving.level].conditions):
+        try:
+            arguments = list(condition.beyond(device))
+        except NotImplementedError:
+            continue  # the device has no such tensors
+        call = Call.of(f"not that {condition.text}", arguments, spec, differentiate=False)
+        # Some calls are never dispatched to this key: then nobody counts them.
+        yield call, torch.enable_grad, [[condition.code], []]
+
+
+def _operator(spec: OperatorSpec) -> Callable[[list[Any]], Any]:
+    """The operator through PyTorch's dispatcher, as a function of its arguments in the schema's order."""
+    arguments = Arguments(spec.overload)
+    return lambda values: arguments.call(spec.overload, values)
+
+
+def _seeded(call: Call, enter: Enter, function: Callable[[list[Any]], Any]) -> Seen:
+    torch.manual_seed(0)
+    with enter():
+        return call.observe(function)
+
+
+class _Watch:
+    """The operator; notes who served the call: ``kernel``, ``error``, or the reasons for native."""
+
+    def __init__(self, spec: OperatorSpec, registration: Registration, served: list[str]) -> None:
+        self._call = _operator(spec)
+        self._counts = registration.counts
+        self._served = served
+
+    def __call__(self, values: list[Any]) -> Any:
+        before = self._counted()
+        try:
+            return self._call(values)
+        finally:
+            self._served += [who for who, n in self._counted().items() if n != before.get(who, 0)]
+
+    def _counted(self) -> dict[str, int]:
+        return {"kernel": self._counts.kernel, "error": self._counts.errors, **self._counts.fallbacks}
+
+
+def _kernels(spec: OperatorSpec, profile: Profile) -> list[str]:
+    keys = profile.found.dispatch_key, profile.found.autograd_key
+    return [repr(torch.library.get_kernel(spec.overload, key)) for key in keys]
+
+
+def _check_finite_differences(outcome: Outcome, spec: OperatorSpec, profile: Profile) -> None:
+    """The gradient, and that of the gradient, of the cases that are marked for it; by the kernel, not natively."""
+    for case in cases(spec, seeds=1):
+        if case.gradient:
+            with spec.register_a1(platform=profile.platform) as registration:
+                outcome.check(f"{case.name}: gradient", _gradient_problem(case, profile.device, spec))
+            outcome.check(f"{case.name}: the kernel served no gradient", registration.counts.kernel > 0)
+
+
+def _gradient_problem(case: Case, device: str, spec: OperatorSpec) -> str | None:
+    call = _operator(spec)
+    arguments = case.values(device)
+    places = [i for i, value in enumerate(arguments) if isinstance(value, torch.Tensor)]
+
+    def function(*tensors: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(0)  # the same random numbers at each call
+        given = list(arguments)
+        for place, tensor in zip(places, tensors, strict=True):
+            given[place] = tensor
+        if Semantics.IN_PLACE in spec.semantics:
+            given[0] = given[0] * 1  # a leaf can't be written
+        return call(given)
+
+    inputs = [arguments[place].requires_grad_() for place in places]
+    try:
+        torch.autograd.gradcheck(function, inputs)
+        torch.autograd.gradgradcheck(function, inputs)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    return None

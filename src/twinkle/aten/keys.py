@@ -1,0 +1,109 @@
+"""Dispatch keys: which platform a registration means, and at which keys an operator's calls can be had there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from twinkle.aten.errors import RegistrationError
+from twinkle.platforms import PLATFORMS, Platform, get_platform
+from twinkle.reasons import Reason, did_you_mean
+
+if TYPE_CHECKING:
+    import torch
+
+DEFAULT_KEY = "AutogradPrivateUse1"
+
+REFUSED = {
+    "Autograd": "it stands for the autograd keys of all backends, so that every device of the process would be reached",
+    "Meta": "meta tensors have no data; PyTorch's own shape rules serve them",
+    "CompositeImplicitAutograd": "it is not one backend's key but what every backend without a kernel falls back to",
+    "CompositeExplicitAutograd": "it is not one backend's key but what every backend without a kernel falls back to",
+    "CompositeExplicitAutogradNonFunctional": "it is not one backend's key but what others fall back to",
+    "BackendSelect": "calls on every device pass through it",
+}
+
+
+def find_platform(operator: str, dispatch_key: str, platform: str | None) -> Platform:
+    """The platform that a key, or a name, or both mean; it is one that this machine has.
+
+    A key is a role: the canonical (autograd) or the compatible (backend) key of a platform. Which keys are installed
+    depends on the operator, see :func:`effective_keys`. The default can't be told from one that was passed, so it
+    agrees with every platform.
+
+    Raises:
+        RegistrationError: unknown name or key, a key that belongs to another platform or to none, several platforms of
+            that key on this machine, or no such device.
+    """
+    if platform is not None:
+        return _present(operator, _named(operator, dispatch_key, platform))
+    _check_known(operator, dispatch_key)
+    candidates = [p for p in PLATFORMS.values() if dispatch_key in (p.dispatch_key, p.autograd_key)]
+    missing = {p.name: p.missing() for p in candidates}
+    here = [p for p in candidates if missing[p.name] is None]
+    if len(here) == 1:
+        return here[0]
+    if here:
+        names = " and ".join(p.name for p in here)
+        raise _error(operator, "ambiguous-key", f"key {dispatch_key} stands for {names} here", "say which: platform=…")
+    looked_for = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
+    hint = "on this machine: platform='cpu'" if dispatch_key == DEFAULT_KEY else None
+    raise _error(operator, "no-device", f"no device of the key {dispatch_key} on this machine: {looked_for}", hint)
+
+
+def _named(operator: str, dispatch_key: str, name: str) -> Platform:
+    try:
+        platform = get_platform(name)
+    except ValueError as error:
+        raise _error(operator, "unknown-platform", str(error)) from None
+    _check_known(operator, dispatch_key)
+    accepted = (platform.autograd_key, platform.dispatch_key)
+    if dispatch_key not in (*accepted, DEFAULT_KEY):
+        text = f"key {dispatch_key} is not one of platform {platform.name}, whose keys are {' and '.join(accepted)}"
+        raise _error(operator, "foreign-key", text)
+    return platform
+
+
+def _present(operator: str, platform: Platform) -> Platform:
+    missing = platform.missing()
+    if missing is not None:
+        raise _error(operator, "no-device", f"no {platform.name} ({platform.device_type}) on this machine: {missing}")
+    return platform
+
+
+def _check_known(operator: str, dispatch_key: str) -> None:
+    if dispatch_key in REFUSED:
+        raise _error(operator, "refused-key", f"key {dispatch_key} is refused: {REFUSED[dispatch_key]}")
+    known = list(dict.fromkeys(key for p in PLATFORMS.values() for key in (p.autograd_key, p.dispatch_key)))
+    if dispatch_key not in known:
+        close = did_you_mean(str(dispatch_key), known)
+        raise _error(operator, "unknown-key", f"unknown key {dispatch_key!r}; known: {', '.join(known)}{close}")
+
+
+def _error(operator: str, code: str, text: str, hint: str | None = None) -> RegistrationError:
+    return RegistrationError(operator, Reason(code, text, hint))
+
+
+def effective_keys(overload: torch._ops.OpOverload, platform: Platform) -> tuple[str, ...]:
+    """Where a kernel must be installed to be reached by every call, the autograd key first.
+
+    - An operator without tensor arguments (a factory) is dispatched below autograd: the backend key.
+    - One with a derivative of PyTorch's own: the backend key, so that the derivative stays above the kernel.
+    - A composite one has no derivative of its own, and at the backend key alone loses its gradient: the autograd key;
+      and the backend key for calls that come from below autograd, as all do in inference mode.
+    - A composite one with an autograd kernel beside (``linear``): the autograd key only. With a kernel at the backend
+      key PyTorch would take a backward operator that CPU and out-of-tree devices lack.
+    - Where a platform's autograd layer doesn't go on to its backend key: both, for all others that take tensors.
+    """
+    if not any("Tensor" in str(argument.type) for argument in overload._schema.arguments):
+        return (platform.dispatch_key,)
+    if _has_kernel(overload, "CompositeImplicitAutograd"):
+        both = not _has_kernel(overload, "Autograd")
+        return (platform.autograd_key, platform.dispatch_key) if both else (platform.autograd_key,)
+    both = "autograd_skips_backend" in platform.quirks
+    return (platform.autograd_key, platform.dispatch_key) if both else (platform.dispatch_key,)
+
+
+def _has_kernel(overload: torch._ops.OpOverload, key: str) -> bool:
+    import torch
+
+    return torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), key)

@@ -1,0 +1,93 @@
+"""Device profiles: the facts about one chip that a registration and its checks need, as YAML files.
+
+One chip is one profile; other names for it are aliases. The files lie in ``configs/devices``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from twinkle.platforms import Platform, get_platform
+from twinkle.reasons import did_you_mean
+
+_HERE = Path(__file__).resolve().parent
+FOLDERS = (_HERE / "devices", _HERE.parents[2] / "configs" / "devices")
+"""In an installed package, and in a checkout; the first that exists counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """One chip.
+
+    Attributes:
+        name: the file's name.
+        platform: the platform's name, see :mod:`twinkle.platforms`.
+        dispatch_key: what ``register_a1`` gets.
+        device: the PyTorch device that checks run on, ``"npu:0"``.
+        aliases: other names for the chip.
+    """
+
+    name: str
+    platform: str
+    dispatch_key: str
+    device: str
+    aliases: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        platform = get_platform(self.platform)
+        accepted = (platform.autograd_key, platform.dispatch_key)
+        if self.dispatch_key not in accepted:
+            raise ValueError(f"dispatch_key {self.dispatch_key!r} is not {platform.name}'s: {' or '.join(accepted)}")
+        if self.device.partition(":")[0] != platform.device_type:
+            raise ValueError(f"device {self.device!r} is not of {platform.name}'s type {platform.device_type}")
+
+    @property
+    def found(self) -> Platform:
+        """The platform itself."""
+        return get_platform(self.platform)
+
+
+def profiles() -> dict[str, Profile]:
+    """All profiles by name.
+
+    Raises:
+        ValueError: a file holds something else than a profile; the message names it.
+    """
+    folder = next(folder for folder in FOLDERS if folder.is_dir())
+    return {file.stem: _read(file) for file in sorted(folder.glob("*.yaml"))}
+
+
+def profile(name: str) -> Profile:
+    """The profile of that name or alias.
+
+    Raises:
+        ValueError: unknown; the message lists the known ones and the nearest.
+    """
+    known = profiles()
+    for candidate in known.values():
+        if name in (candidate.name, *candidate.aliases):
+            return candidate
+    names = [name for p in known.values() for name in (p.name, *p.aliases)]
+    raise ValueError(f"unknown device profile {name!r}; known: {', '.join(names)}{did_you_mean(name, names)}")
+
+
+def _read(file: Path) -> Profile:
+    import yaml
+
+    fields = {field.name for field in dataclasses.fields(Profile)}
+    found: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError(f"{file}: a device profile is a mapping of {', '.join(sorted(fields))}")
+    strange = sorted(set(found) - fields)
+    if strange:
+        raise ValueError(f"{file}: unknown field {strange[0]!r}{did_you_mean(strange[0], fields)}")
+    try:
+        made = Profile(**{**found, "aliases": tuple(found.get("aliases", ()))})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file}: {error}") from None
+    if made.name != file.stem:
+        raise ValueError(f"{file}: the name {made.name!r} is not the file's")
+    return made

@@ -1,0 +1,167 @@
+"""Registering an operator's kernel in PyTorch's dispatcher, and taking it back."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import warnings
+from collections import deque
+from typing import Any
+
+import torch
+
+from twinkle.aten.errors import RegistrationError
+from twinkle.aten.keys import effective_keys, find_platform
+from twinkle.aten.router import Traffic, make_router
+from twinkle.aten.serving import Serving
+from twinkle.aten.spec import OperatorSpec
+from twinkle.platforms import Platform
+from twinkle.reasons import Counts, Reason
+
+logger = logging.getLogger("twinkle.aten")
+
+_lock = threading.RLock()
+_active: dict[tuple[str, str], Registration] = {}
+"""(operator, dispatch key) -> what is installed there: dropping a handle must not undo it."""
+
+_GRACE_SECONDS = 2.0
+_retired: deque[tuple[float, list[Any]]] = deque()
+"""(when, kernels) that were taken out lately. PyTorch frees a kernel at once, also under a thread that has been
+dispatched to it and waits for the interpreter lock to enter it; a handle keeps it."""
+
+
+class Registration:
+    """An operator's kernel, live in this process until :meth:`close`.
+
+    Attributes:
+        operator: the operator's name.
+        platform: the platform's name.
+        keys: the dispatch keys at which it is installed.
+        level: what the kernel is written in, ``"triton"`` or ``"torch"``.
+        counts: what became of the calls: ``kernel``, ``fallbacks`` by reason, ``errors``; and ``compiled``: whether
+            something was compiled meanwhile. Code that inductor makes doesn't call operators, so no call of it is
+            counted, nor served by the kernel.
+        counter: the dictionary whose ``"n"`` counts the calls that arrived.
+    """
+
+    def __init__(self, spec: OperatorSpec, platform: Platform, counter: dict[str, int]) -> None:
+        self.operator = spec.name
+        self.platform = platform.name
+        self.keys = effective_keys(spec.overload, platform)
+        self.counter = counter
+        self._counts = Counts()
+        self._graphs = _compiled_graphs()
+        serving = Serving(spec, platform)
+        self.level = serving.level
+        self._overload = spec.overload
+        self._traffic = Traffic(serving, self._counts, counter)
+        self._library: Any = None
+        # All before the first is replaced: a kernel at the backend key changes what the autograd key falls back to.
+        self._native = {key: torch.library.get_kernel(self._overload, key) for key in self.keys}
+        self._ours: dict[str, Any] = {}
+
+    def _install(self, autograd_key: str) -> None:
+        self._library = torch.library.Library("aten", "IMPL")
+        try:
+            for key in self.keys:
+                router = make_router(self._traffic, self._native[key], key == autograd_key)
+                with warnings.catch_warnings():
+                    # Replacing what is there is the purpose, and captured kernels are what the warning asks for.
+                    warnings.filterwarnings("ignore", "Warning only once for all operators")
+                    self._library.impl(self._overload, router, key, with_keyset=True)
+                self._ours[key] = torch.library.get_kernel(self._overload, key)
+            self._forget_resolutions()
+        except BaseException as error:
+            self._library._destroy()
+            if isinstance(error, RuntimeError):  # before PyTorch 2.13: where Python code of others stands already
+                raise RegistrationError(self.operator, Reason("already-registered", str(error))) from error
+            raise
+
+    def _forget_resolutions(self) -> None:
+        """While tracing, PyTorch remembers which key serves an operator, and calls its kernel, there or not."""
+        self._overload._dispatch_cache.clear()
+
+    def _is_covered(self, key: str) -> bool:
+        """Whether another kernel than ours stands at a key: where it was made is all that tells one from another."""
+        return repr(torch.library.get_kernel(self._overload, key)) != repr(self._ours[key])
+
+    @property
+    def counts(self) -> Counts:
+        """What became of the calls until now."""
+        if not self.closed:
+            self._counts.compiled = _compiled_graphs() != self._graphs
+        return self._counts
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was taken back."""
+        return not self._traffic.open
+
+    def close(self) -> None:
+        """Takes the kernel out; the operator is exactly as before. A second call does nothing.
+
+        Where somebody else has installed something on top, ours stays below it and passes every call on, since what is
+        on top may call it; a WARNING says so.
+        """
+        with _lock:
+            if self.closed:
+                return
+            if self.counts.compiled:
+                text = (
+                    "%s: something was compiled while its kernel was registered; code made by inductor doesn't call it"
+                )
+                logger.warning(text, self.operator)
+            self._traffic.open = False
+            for key in self.keys:
+                _active.pop((self.operator, key), None)
+            covered = [key for key in self.keys if self._is_covered(key)]
+            if covered:
+                text = "%s: something else was registered on top at %s: not taken out, but passing every call on"
+                logger.warning(text, self.operator, ", ".join(covered))
+                return
+            now = time.monotonic()
+            _retired.append((now, list(self._ours.values())))
+            self._ours.clear()
+            self._library._destroy()
+            self._forget_resolutions()
+            while _retired[0][0] < now - _GRACE_SECONDS:
+                _retired.popleft()
+
+    def __enter__(self) -> Registration:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{self.level} kernel at {', '.join(self.keys)}"
+        return f"<Registration of {self.operator} on {self.platform}: {state}>"
+
+
+def register(
+    spec: OperatorSpec, dispatch_key: str, counter: dict[str, int] | None, platform: str | None
+) -> Registration:
+    """See :meth:`twinkle.aten.spec.OperatorSpec.register_a1`."""
+    found = find_platform(spec.name, dispatch_key, platform)
+    with _lock:
+        registration = Registration(spec, found, {} if counter is None else counter)
+        for key in registration.keys:
+            if (spec.name, key) in _active:
+                text = f"is registered already at {key}, by {_active[spec.name, key]!r}"
+                raise RegistrationError(spec.name, Reason("already-registered", text, "close() that one first"))
+        registration._install(found.autograd_key)
+        _active.update({(spec.name, key): registration for key in registration.keys})
+        return registration
+
+
+def _compiled_graphs() -> int:
+    """How many graphs ``torch.compile`` has made in this process; the compiler isn't imported for that."""
+    utilities = sys.modules.get("torch._dynamo.utils")
+    return 0 if utilities is None else utilities.counters["stats"]["unique_graphs"]
+
+
+def active() -> list[Registration]:
+    """What is registered in this process now, oldest first."""
+    return list(dict.fromkeys(_active.values()))

@@ -1,0 +1,97 @@
+"""What stands at a dispatch key: it counts, decides call by call, and calls the kernel or what stood there before."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from twinkle.aten.serving import Serving, interference
+from twinkle.reasons import Counts
+
+
+class _Flight(threading.local):
+    """What this thread is doing in one operator's routers.
+
+    Attributes:
+        busy: a call is being served. The operator's own calls of itself until then are parts of it, and native's.
+        called_itself: the kernel did so.
+    """
+
+    busy = False
+    called_itself = False
+
+
+class Traffic:
+    """What the routers of one registration share.
+
+    Attributes:
+        open: while False, every call goes straight to what stood there before.
+    """
+
+    def __init__(self, serving: Serving, counts: Counts, counter: dict[str, int]) -> None:
+        self.serving = serving
+        self.counts = counts
+        self.counter = counter
+        self.flight = _Flight()
+        self.open = True
+        counter.setdefault("n", 0)
+
+
+_quiet = threading.local()
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """While Triton's interpreter moves a kernel's arguments: what it calls for that is not the kernel's doing."""
+    before = getattr(_quiet, "on", False)
+    _quiet.on = True
+    try:
+        yield
+    finally:
+        _quiet.on = before
+
+
+def make_router(traffic: Traffic, native: Any, at_autograd: bool) -> Callable[..., Any]:
+    """The function for one dispatch key.
+
+    Args:
+        traffic: what it shares with the other key's.
+        native: the handle of what stood at that key before (``torch.library.get_kernel``).
+        at_autograd: whether the key is an autograd key.
+    """
+    serving, counts, counter, flight = traffic.serving, traffic.counts, traffic.counter, traffic.flight
+    bind, refusal, wrap_numbers = serving.arguments.bind, serving.refusal, serving.arguments.wrap_numbers
+    serve = serving.run_with_gradient if at_autograd else serving.run
+
+    def router(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if flight.busy or not traffic.open:
+            flight.called_itself = flight.called_itself or not getattr(_quiet, "on", False)
+            return native.call_boxed(keyset, *wrap_numbers(args), **kwargs)
+        # Nothing between reading and writing a count lets another thread in, as long as there is no call there.
+        try:
+            counter["n"] += 1
+        except KeyError:  # somebody emptied it
+            counter["n"] = 1
+        values = bind(args, kwargs)
+        reason = interference(at_autograd) or refusal(values) or (serving.ungradable(values) if at_autograd else None)
+        flight.busy = True
+        flight.called_itself = False
+        try:
+            if reason is not None:
+                counts.fall_back(reason)
+                return native.call_boxed(keyset, *wrap_numbers(args), **kwargs)
+            result = serve(values)
+        except BaseException:
+            counts.errors += reason is None
+            raise
+        finally:
+            flight.busy = False
+        if flight.called_itself:
+            counts.fall_back("delegated")
+        else:
+            counts.kernel += 1
+        return result
+
+    return router

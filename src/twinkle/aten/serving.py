@@ -1,0 +1,155 @@
+"""An operator's kernel on one platform: which it is, which calls it takes, and how it takes them."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from twinkle.aten.arguments import Arguments
+from twinkle.aten.spec import Kernel, OperatorSpec, Pullback, Semantics
+from twinkle.platforms import Platform, platform_of
+from twinkle.reasons import Reason
+
+
+def triton_missing(platform: Platform) -> Reason | None:
+    """None where Triton runs programs on a platform's tensors: by a backend of its own, or interpreted."""
+    if importlib.util.find_spec("triton") is None:
+        return Reason("no-package", "the package triton is not installed")
+    try:
+        import triton
+
+        if triton.knobs.runtime.interpret:
+            return None
+        target = triton.runtime.driver.active.get_current_target().backend
+    except Exception as error:
+        return Reason.of_error(error, "no-backend", "asking triton for its backend")
+    if target != platform.triton_backend:
+        return Reason("no-backend", f"Triton's backend here is {target}, which is not {platform.name}'s")
+    return None
+
+
+class Serving:
+    """The kernel that serves an operator on a platform.
+
+    Attributes:
+        level: ``"triton"`` or ``"torch"``.
+    """
+
+    def __init__(self, spec: OperatorSpec, platform: Platform, level: str | None = None) -> None:
+        self.level = level or ("triton" if "triton" in spec.kernels and triton_missing(platform) is None else "torch")
+        kernel = spec.kernels[self.level]
+        self.arguments = Arguments(spec.overload)
+        self._conditions = [(c.code, c.holds) for c in (*spec.conditions, *kernel.conditions)]
+        self._in_place = Semantics.IN_PLACE in spec.semantics
+        self._function = spec.home.load(kernel.path)
+        self._differentiable = self._with_pullback(spec, kernel)
+
+    def refusal(self, values: list[Any]) -> str | None:
+        """The code of the first condition that doesn't hold; None when the kernel takes the call."""
+        for code, holds in self._conditions:
+            if not holds(*values):
+                return code
+        return None
+
+    def run(self, values: list[Any]) -> Any:
+        """The kernel's result, without a gradient: for calls from below autograd."""
+        return self.arguments.call(self._function, values)
+
+    def ungradable(self, values: list[Any]) -> str | None:
+        """Why autograd can't be served here by an ``autograd.Function``; None when it can or isn't wanted."""
+        if self._in_place and self._needs_gradient(values):
+            # It would complain only after the write, and can't tell all kinds of views.
+            written = values[0]
+            if written.is_leaf and written.requires_grad:
+                return "in-place-on-leaf"
+            if written._is_view():
+                return "in-place-on-view"
+        return None
+
+    def run_with_gradient(self, values: list[Any]) -> Any:
+        """The kernel's result with a gradient, as an autograd kernel gives it."""
+        if self._needs_gradient(values):
+            return _Differentiable.apply(self, *values)
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            result = self.run(values)
+        if self._in_place:
+            increment_version(result)
+        return result
+
+    @staticmethod
+    def _needs_gradient(values: list[Any]) -> bool:
+        if not torch.is_grad_enabled():
+            return False
+        return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+
+    def _with_pullback(self, spec: OperatorSpec, kernel: Kernel) -> Callable[[list[Any]], tuple[Any, Pullback]]:
+        if kernel.with_pullback is not None:
+            return functools.partial(self.arguments.call, spec.home.load(kernel.with_pullback))
+        assert spec.gradient is not None or Semantics.ALLOCATES in spec.semantics, f"{spec.name} has no gradient"
+        return functools.partial(spec.gradient or _no_gradient, self.run)
+
+
+def _no_gradient(run: Callable[[list[Any]], Any], values: list[Any]) -> tuple[Any, Pullback]:
+    return run(values), lambda grad: (None,)
+
+
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, serving: Serving, *values: Any) -> Any:
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            result, ctx.pullback = serving._differentiable(list(values))
+        if serving._in_place:
+            ctx.mark_dirty(values[0])
+        ctx.count = len(values)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        grads = ctx.pullback(grad)
+        return (None, *grads, *[None] * (ctx.count - len(grads)))
+
+
+# --- without a registration -------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=256)
+def _serving_on(spec: OperatorSpec, device_type: str) -> Serving | None:
+    platform = platform_of(device_type)
+    return None if platform is None else Serving(spec, platform)
+
+
+def call(spec: OperatorSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operator by its own kernel where that takes the call, else by PyTorch."""
+    served = _serving_on(spec, _device_type(args, kwargs))
+    if served is not None:
+        values = served.arguments.bind(args, kwargs)
+        if interference(at_autograd=True) is None and served.refusal(values) is served.ungradable(values) is None:
+            return served.run_with_gradient(values)
+    return spec.overload(*args, **kwargs)
+
+
+def _device_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            return value.device.type
+    return torch.device(kwargs.get("device") or torch.get_default_device()).type
+
+
+def interference(at_autograd: bool) -> str | None:
+    """Why no kernel of ours can serve any call just now.
+
+    At an autograd key a call may come from inside a transform, for which an ``autograd.Function`` has no rules.
+    """
+    if torch._C._len_torch_dispatch_stack():
+        return "dispatch-mode"  # it wants to see what is called, or has tensors without data
+    if at_autograd:
+        if torch._C._are_functorch_transforms_active():
+            return "functorch"
+        if torch.autograd.forward_ad._current_level >= 0:
+            return "forward-mode-ad"
+    return None

@@ -1,0 +1,162 @@
+"""What an operator's package declares; everything else about it is derived from this."""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from twinkle.aten.errors import RegistrationError
+from twinkle.aten.home import Home
+from twinkle.aten.keys import DEFAULT_KEY
+from twinkle.reasons import Reason
+
+if TYPE_CHECKING:
+    import torch
+
+    from twinkle.aten.registration import Registration
+
+
+class Semantics(enum.Flag):
+    """How an operator's result relates to what it was given."""
+
+    PURE = 0
+    MAY_ALIAS = enum.auto()
+    """It may return its input itself."""
+    IN_PLACE = enum.auto()
+    """It writes into its first argument and returns it."""
+    ALLOCATES = enum.auto()
+    """Its result holds no values yet."""
+    RANDOM = enum.auto()
+    """It draws from PyTorch's generator."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One thing that must hold of a call for a kernel to take it.
+
+    Args:
+        code: what the counts show where it doesn't hold.
+        text: what holds, for people; the operator's documents are made of it.
+        holds: called with all the operator's arguments, in the schema's order.
+        beyond: ``beyond(device)`` gives arguments for which it doesn't hold; tests show that native serves them.
+    """
+
+    code: str
+    text: str
+    holds: Callable[..., bool]
+    beyond: Callable[[torch.device], tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One implementation of the operator: a function with the operator's own signature.
+
+    Args:
+        path: ``"kernel.triton_level:clone_triton"``, in the operator's folder; imported when it is chosen.
+        conditions: what must hold for this kernel, beyond what must hold for all.
+        with_pullback: path of a function with the operator's signature that returns the result and its
+            :data:`Pullback`; for a kernel whose gradient needs more than the operator's arguments, as randomness does.
+            Otherwise the operator's ``gradient`` serves.
+    """
+
+    path: str
+    conditions: tuple[Condition, ...] = ()
+    with_pullback: str | None = None
+
+
+Pullback = Callable[["torch.Tensor"], "tuple[torch.Tensor | None, ...]"]
+Gradient = Callable[[Callable[..., "torch.Tensor"], "list[Any]"], "tuple[torch.Tensor, Pullback]"]
+"""``gradient(kernel, arguments)`` -> the result, and what makes the gradients of the leading arguments from its own.
+
+The latter is made of differentiable operators, so that gradients of gradients exist.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class OperatorSpec:
+    """One ATen operator of the library.
+
+    Args:
+        schema: as PyTorch prints it, without ``aten::``; compared with the running PyTorch's at registration.
+        home: ``Home.of(__name__, __file__)``.
+        semantics: see :class:`Semantics`.
+        kernels: ``"triton"`` and ``"torch"``. Where Triton runs, the former is the operator's kernel, else the latter,
+            which is made of other ATen operators.
+        conditions: which calls the kernels take; all others are native's. Checked in this order.
+        gradient: the derivative, needed where a kernel is installed at an autograd key; None for one without tensor
+            arguments.
+        reference: the CPU reference, ``"reference:clone_reference"``: the operator's signature, and its maths in the
+            plainest form.
+        judge: path of ``judge(result, *arguments) -> str | None``, which tells what is wrong with a result where it
+            can't be compared with the reference's, bit by bit.
+    """
+
+    schema: str
+    home: Home
+    semantics: Semantics
+    kernels: Mapping[str, Kernel]
+    conditions: tuple[Condition, ...]
+    reference: str
+    gradient: Gradient | None = None
+    judge: str | None = None
+
+    def __repr__(self) -> str:
+        return f"<OperatorSpec {self.name}>"
+
+    @property
+    def name(self) -> str:
+        """``clone``: the operator's name, its folder's, and what its functions' names begin with."""
+        return self.schema.partition("(")[0]
+
+    @functools.cached_property
+    def overload(self) -> torch._ops.OpOverload:
+        """The operator in the running PyTorch.
+
+        Raises:
+            RegistrationError: it has no such operator, or one with another schema.
+        """
+        import torch
+
+        name, _, overload_name = self.name.partition(".")
+        packet = getattr(torch.ops.aten, name, None)
+        overload = None if packet is None else getattr(packet, overload_name or "default", None)
+        found = "none" if overload is None else str(overload._schema).removeprefix("aten::")
+        if found != self.schema:
+            text = f"this PyTorch ({torch.__version__}) has another schema than the kernels were written for: {found}"
+            raise RegistrationError(self.name, Reason("schema", text, f"written for {self.schema}"))
+        assert overload is not None
+        return overload
+
+    def register_a1(
+        self, dispatch_key: str = DEFAULT_KEY, counter: dict[str, int] | None = None, platform: str | None = None
+    ) -> Registration:
+        """Makes PyTorch call the operator's own kernel, in this process, on one platform.
+
+        Args:
+            dispatch_key: the platform's canonical (autograd) or compatible (backend) key. It is a role: at which keys
+                the kernel is installed depends on the operator; ``Registration.keys`` tells.
+            counter: ``counter["n"]`` grows by one at each call that arrives, whoever then serves it.
+            platform: a platform's name or alias; with the default key it decides alone.
+
+        Returns:
+            The live handle: ``close()`` undoes it, as does leaving it as a context manager; it lives until then.
+
+        Raises:
+            RegistrationError: a RuntimeError; unknown, refused or foreign key, unknown platform, no such device on this
+                machine, or the operator is registered already. Nothing was changed.
+        """
+        from twinkle.aten.registration import register
+
+        return register(self, dispatch_key, counter, platform)
+
+    def aten(self, *args: Any, **kwargs: Any) -> Any:
+        """The operator by its own kernel, without registering anything: the same arguments, the same result.
+
+        Calls that the kernel doesn't take go to PyTorch's own operator.
+        """
+        from twinkle.aten.serving import call
+
+        return call(self, args, kwargs)

@@ -1,0 +1,142 @@
+"""``twinkle-kernel ops``: the operators of the ATen level, and the checks of the three levels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from twinkle.commands.console import CommandError, print_json, progress, show, stdout
+from twinkle.layout import EMPTY_LINE, Block, paragraph, table
+
+NOTHING_RUN = 3
+
+
+def list_operators(*, as_json: bool) -> int:
+    """Prints operators × platforms × state; the exit code is 0."""
+    facts = operator_facts()
+    if as_json:
+        print_json(facts)
+    else:
+        console = stdout()
+        show(console, _list_blocks(facts, console.width))
+    return 0
+
+
+def operator_facts() -> dict[str, Any]:
+    """What is known about every operator on every platform.
+
+    Returns:
+        ``platforms``: name -> why it isn't here, or None. ``operators``: name -> ``schema``, ``error`` (why it can't be
+        had, or None) and ``platforms``: name -> ``keys`` and ``level``, the latter None where the platform isn't here.
+    """
+    from twinkle.aten import RegistrationError, catalog
+    from twinkle.aten.keys import effective_keys
+    from twinkle.aten.serving import Serving
+    from twinkle.platforms import PLATFORMS
+
+    missing = {platform.name: platform.missing() for platform in PLATFORMS.values()}
+    operators: dict[str, Any] = {}
+    for name in catalog.names():
+        try:
+            spec = catalog.operator(name)
+            overload = spec.overload
+        except RegistrationError as error:
+            operators[name] = {"schema": None, "error": str(error), "platforms": {}}
+            continue
+        operators[name] = {
+            "schema": spec.schema,
+            "error": None,
+            "platforms": {
+                platform.name: {
+                    "keys": list(effective_keys(overload, platform)),
+                    "level": Serving(spec, platform).level if missing[platform.name] is None else None,
+                }
+                for platform in PLATFORMS.values()
+            },
+        }
+    reasons = {name: None if reason is None else str(reason) for name, reason in missing.items()}
+    return {"platforms": reasons, "operators": operators}
+
+
+def _list_blocks(facts: dict[str, Any], width: int) -> Iterator[Block]:
+    here = [name for name, reason in facts["platforms"].items() if reason is None]
+    rows = [(name, *(_cell(found, platform) for platform in here)) for name, found in facts["operators"].items()]
+    yield from table(("operator", *here), rows, width)
+    yield Block(paragraph("what the kernel is written in, and the dispatch keys it is installed at", width), "dim")
+    broken = [found["error"] for found in facts["operators"].values() if found["error"]]
+    absent = [f"{name}: {reason}" for name, reason in facts["platforms"].items() if reason is not None]
+    for heading, lines in (("Not usable", broken), ("Not here", absent)):
+        if lines:
+            yield EMPTY_LINE
+            yield Block([heading], "bold")
+            yield from (Block(paragraph(line, width, indent=2)) for line in lines)
+
+
+def _cell(found: dict[str, Any], platform: str) -> str:
+    if found["error"]:
+        return "-"
+    on = found["platforms"][platform]
+    return f"{on['level']} at {', '.join(on['keys'])}"
+
+
+def run(names: Sequence[str], *, level: str, device: str, report: bool, as_json: bool) -> int:
+    """Runs the checks and prints what they found.
+
+    Returns:
+        1 when a check failed, 3 when nothing could be run, else 0.
+
+    Raises:
+        CommandError: an unknown operator, level or device profile, or a package is missing.
+    """
+    specs, chip, chosen = _chosen(names, level, device)
+    outcomes = []
+    with progress(as_json) as bar:
+        task = bar.add_task("", total=len(specs) * len(chosen))
+        for spec in specs:
+            for name, check in chosen.items():
+                bar.update(task, description=f"{spec.name}: {name} level")
+                outcomes.append(check(spec, chip).to_dict())
+                bar.advance(task)
+    if report:
+        from twinkle.aten.harness.report import write
+
+        for spec in specs:
+            write(spec, chip, [outcome for outcome in outcomes if outcome["operator"] == spec.name])
+    if as_json:
+        print_json({"device": chip.name, "outcomes": outcomes})
+    else:
+        console = stdout()
+        show(console, _outcome_blocks(outcomes, console.width))
+    states = {outcome["state"] for outcome in outcomes}
+    return 1 if "failed" in states else 0 if "passed" in states else NOTHING_RUN
+
+
+def _chosen(names: Sequence[str], level: str, device: str) -> tuple[list[Any], Any, dict[str, Any]]:
+    from twinkle.aten import RegistrationError, catalog, profile
+    from twinkle.aten.harness.levels import LEVELS
+    from twinkle.reasons import did_you_mean
+
+    if level != "all" and level not in LEVELS:
+        known = (*LEVELS, "all")
+        raise CommandError(f"unknown level {level!r}; known: {', '.join(known)}{did_you_mean(level, known)}")
+    try:
+        specs = [catalog.operator(name) for name in (names or catalog.names())]
+        return specs, profile(device), LEVELS if level == "all" else {level: LEVELS[level]}
+    except (RegistrationError, ValueError) as error:
+        raise CommandError(str(error)) from error
+    except ModuleNotFoundError as error:
+        if error.name != "yaml":
+            raise
+        raise CommandError("device profiles need PyYAML: pip install 'twinkle-kernel[aten]'") from error
+
+
+def _outcome_blocks(outcomes: Sequence[dict[str, Any]], width: int) -> Iterator[Block]:
+    rows = [
+        (found["operator"], found["level"], found["device"], found["state"], str(found["checks"])) for found in outcomes
+    ]
+    yield from table(("operator", "level", "device", "state", "checks"), rows, width, numbers=("checks",))
+    notes = [f"{found['operator']}: {problem}" for found in outcomes for problem in found["problems"]]
+    notes += list(dict.fromkeys(found["not_run"] for found in outcomes if found["not_run"]))
+    if notes:
+        yield EMPTY_LINE
+        yield from (Block(paragraph(note, width, indent=2)) for note in notes)

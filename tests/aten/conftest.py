@@ -1,0 +1,74 @@
+"""These tests run on one device per process: the CPU, or the simulated out-of-tree device under either of its names.
+
+    TWINKLE_TEST_DEVICE=npu TRITON_INTERPRET=1 python -m pytest tests/aten
+
+The device would be the accelerator of every other test in its process, so ``make test-aten`` gives it processes of its
+own. With TRITON_INTERPRET the operators' Triton kernels run, interpreted; without, those made of ATen operators.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import simulated_device
+from twinkle.aten import Profile, catalog, profile
+from twinkle.aten.registration import active
+from twinkle.aten.spec import OperatorSpec
+
+DEVICE = os.environ.get("TWINKLE_TEST_DEVICE", "cpu")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ROOT = Path(__file__).parents[2]
+
+if DEVICE != "cpu":
+    simulated_device.load(DEVICE)
+if INTERPRETED:
+    from tests.support.triton_interpreter import install
+
+    install()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Triton 3.6 converts arrays of one element to numbers, which numpy is about to forbid.
+    ignored = "ignore:Conversion of an array:DeprecationWarning:triton.runtime.interpreter"
+    config.addinivalue_line("filterwarnings", ignored)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "spec" in metafunc.fixturenames:
+        metafunc.parametrize("spec", [catalog.operator(name) for name in catalog.names()], ids=catalog.names())
+
+
+@pytest.fixture(autouse=True)
+def as_found() -> Iterator[None]:
+    """No test leaves an operator registered."""
+    torch.manual_seed(0)
+    yield
+    left = active()
+    for registration in left:
+        registration.close()
+    assert not left
+
+
+@pytest.fixture
+def chip() -> Profile:
+    """The profile of the device that this process tests."""
+    return profile(DEVICE)
+
+
+@pytest.fixture
+def clone() -> OperatorSpec:
+    """An operator for tests that need any."""
+    return catalog.operator("clone")
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """The environment for a further process that has the same device."""
+    path = [str(simulated_device.autoload(tmp_path, DEVICE))] if DEVICE != "cpu" else []
+    path += [str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}

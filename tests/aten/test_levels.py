@@ -1,0 +1,162 @@
+"""Every operator at every level; and that the levels notice what is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.aten.conftest import DEVICE, INTERPRETED
+from twinkle.aten import Profile, catalog, profile
+from twinkle.aten.harness import framework_level, kernel_level, op_level
+from twinkle.aten.harness.compare import memory_of
+from twinkle.aten.harness.levels import LEVELS
+from twinkle.aten.harness.outcome import started
+from twinkle.aten.harness.poison import PATTERNS, poisoned
+from twinkle.aten.spec import OperatorSpec, Semantics
+
+
+def test_the_kernel(spec: OperatorSpec, chip: Profile) -> None:
+    outcome = kernel_level.run(spec, chip)
+    assert outcome.problems == []
+    assert outcome.state == "passed"
+    ran = {level for level, found in outcome.facts.items() if found.endswith("cases")}
+    assert ran == {level for level in spec.kernels if level == "torch" or INTERPRETED}
+
+
+def test_the_operator(spec: OperatorSpec, chip: Profile) -> None:
+    outcome = op_level.run(spec, chip)
+    assert outcome.problems == []
+    assert outcome.state == "passed"
+    assert outcome.facts["level"] == ("triton" if INTERPRETED and "triton" in spec.kernels else "torch")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("random", [False, True], ids=["the same bits", "random numbers"])
+def test_a_model(random: bool, chip: Profile, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All operators at once: each is reached, and nothing changes, or the same seed gives the same model."""
+    monkeypatch.setenv("PYTHONPATH", environment["PYTHONPATH"])
+    monkeypatch.setenv("TRITON_INTERPRET", "0")  # a model has too many elements for the interpreter
+    specs = [catalog.operator(name) for name in catalog.names()]
+    specs = [spec for spec in specs if random or Semantics.RANDOM not in spec.semantics]
+    outcome = started(specs[0], "framework", chip)
+    framework_level.compare(outcome, specs, chip)
+    assert outcome.problems == [] and outcome.state == "passed"
+    assert outcome.facts["device"].startswith(DEVICE)
+    assert all(outcome.facts[spec.name]["kernel"] > 0 for spec in specs)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_absent_device_is_not_run(level: str, clone: OperatorSpec) -> None:
+    outcome = LEVELS[level](clone, profile("p800-kunlunxin"))
+    assert outcome.state == "not run" and outcome.to_dict()["ok"] is None
+    assert "torch_xmlir is not installed" in str(outcome.not_run)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_allocated_memory_is_poisoned(pattern: int) -> None:
+    like = torch.ones(3, 2, device=DEVICE)
+    with poisoned(pattern):
+        made = (
+            torch.empty(3, 2, device=DEVICE),
+            torch.empty_like(like),
+            torch.empty_strided((3, 2), (4, 1), device=DEVICE),
+            like.new_empty(5),
+            torch.empty(0, device=DEVICE),
+        )
+    assert all(bool((memory_of(tensor) == pattern).all()) for tensor in made)
+
+
+# --- seeded faults ----------------------------------------------------------------------------------------------------
+
+
+Kernel = Callable[..., Any]
+
+
+def last_element_unwritten(kernel: Kernel, spec: OperatorSpec) -> Kernel:
+    """The last element stays what it was; of an allocation, its memory isn't there."""
+
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        in_place = Semantics.IN_PLACE in spec.semantics
+        before = args[0].clone() if in_place else None
+        result = kernel(*args, **kwargs)
+        if Semantics.ALLOCATES in spec.semantics:
+            storage = result.untyped_storage()
+            storage.resize_(max(storage.nbytes() - result.element_size(), 0))
+            return result
+        if before is None:
+            before = torch.empty_like(result)
+        result[(-1,) * result.dim()] = before[(-1,) * result.dim()]
+        return result
+
+    return faulty
+
+
+def wrong_stride(kernel: Kernel, spec: OperatorSpec) -> Kernel:
+    """The last tensor's strides, or those that are asked for, are taken the other way round, where that is possible."""
+
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        given = list(args)
+        if Semantics.ALLOCATES in spec.semantics:
+            given[1] = given[1][::-1]
+        else:
+            place = max(i for i, value in enumerate(given) if isinstance(value, torch.Tensor))
+            with contextlib.suppress(RuntimeError):
+                given[place] = given[place].as_strided(given[place].shape, given[place].stride()[::-1])
+        return kernel(*given, **kwargs)
+
+    return faulty
+
+
+def stale_output(kernel: Kernel, spec: OperatorSpec) -> Kernel:
+    """The first result for arguments of one kind is given again."""
+    results: dict[str, Any] = {}
+
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        values = (*args, *kwargs.values())
+        kinds = [(v.shape, v.stride(), v.dtype) if isinstance(v, torch.Tensor) else v for v in values]
+        if str(kinds) not in results:
+            results[str(kinds)] = kernel(*args, **kwargs)
+        return results[str(kinds)]
+
+    return faulty
+
+
+@pytest.mark.parametrize("fault", [last_element_unwritten, wrong_stride, stale_output])
+def test_a_faulty_kernel_is_noticed(
+    spec: OperatorSpec,
+    fault: Callable[[Kernel, OperatorSpec], Kernel],
+    chip: Profile,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    level = "triton" if INTERPRETED and "triton" in spec.kernels else "torch"
+    path, _, name = spec.kernels[level].path.partition(":")
+    module = importlib.import_module(f"{spec.home.package}.{path}")
+    monkeypatch.setattr(module, name, fault(getattr(module, name), spec))
+    outcome = kernel_level.run(spec, chip)
+    assert outcome.state == "failed" and outcome.problems
+
+
+def test_a_kernel_that_calls_itself_is_noticed(chip: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ops.clone import SPEC
+    from ops.clone.kernel import torch_level
+
+    monkeypatch.setattr(torch_level, "clone_torch", lambda x, memory_format: x.clone())
+    monkeypatch.setattr("twinkle.aten.serving.triton_missing", lambda platform: "not asked for")
+    outcome = op_level.run(SPEC, chip)
+    assert outcome.state == "failed"
+    assert any("served by ['delegated']" in problem for problem in outcome.problems)
+    assert any("no call reached the kernel" in problem for problem in outcome.problems)
+
+
+def test_a_wrong_gradient_is_noticed(chip: Profile) -> None:
+    right = catalog.operator("contiguous")
+    wrong = dataclasses.replace(right, gradient=lambda kernel, values: (kernel(values), lambda grad: (grad * 2,)))
+    outcome = op_level.run(wrong, chip)
+    assert any("gradient: wrong" in problem for problem in outcome.problems)
+    assert any("Jacobian mismatch" in problem for problem in outcome.problems)

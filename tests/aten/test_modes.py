@@ -1,0 +1,167 @@
+"""Both ways to an operator, package and script mode, through import, registration and execution, each in a process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.aten.conftest import DEVICE, INTERPRETED, ROOT
+from twinkle.aten import Profile
+from twinkle.aten.spec import OperatorSpec
+
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(INTERPRETED or DEVICE != "cpu", reason="the ways in are the same on every device"),
+]
+
+USES = {
+    "clone": "x.clone()",
+    "copy_": "torch.zeros(3, 4).copy_(x)",
+    "contiguous": "x.t().contiguous()",
+    "dropout": "torch.nn.functional.dropout(x, 0.5)",
+    "empty_strided": "torch.empty_strided((3, 4), (1, 3))",
+}
+IMPORTS = {
+    "package": "from ops.{name} import register_a1\nfrom ops.{name}.register import {name}_aten",
+    "script": "import register\nfrom register import register_a1, {name}_aten",
+}
+IMPORT = "print(register_a1.__self__.name)"
+REGISTER = "registration = register_a1(platform='cpu')\nprint(registration.closed)\nregistration.close()"
+EXECUTE = """
+counter = {{"n": 0}}
+registration = register_a1(counter=counter, platform="cpu")
+result = {use}
+registration.close()
+assert counter["n"] > 0 and registration.counts.kernel > 0, (counter, registration.counts)
+print(registration.level, sorted(n for n in sys.modules if n.endswith("kernel.torch_level")))
+"""
+CALL = """
+args = {{"clone": (x,), "copy_": (torch.zeros(3, 4), x), "contiguous": (x.t(),), "dropout": (x, 0.5, True),
+        "empty_strided": ((3, 4), (1, 3))}}["{name}"]
+result = {name}_aten(*args)
+print(tuple(result.shape), result.untyped_storage().data_ptr() == x.untyped_storage().data_ptr())
+"""
+
+
+def run(code: str, *path: Path, **variables: str) -> str:
+    """A process's output; folders first on its path."""
+    places = os.pathsep.join(map(str, (*path, ROOT / "src", ROOT)))
+    environment = {**os.environ, "PYTHONPATH": places, "TRITON_INTERPRET": "0", **variables}
+    program = f"import sys\n{code}"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("mode", IMPORTS)
+def test_import_register_execute(spec: OperatorSpec, mode: str) -> None:
+    """The whole row of one operator in one mode: the import, the registration, the execution of its very own kernel."""
+    name = spec.name
+    path = [ROOT / "ops" / name] if mode == "script" else []
+    code = "\n".join(
+        (
+            IMPORTS[mode].format(name=name),
+            IMPORT,
+            REGISTER,
+            "import torch\nx = torch.arange(12.0).view(3, 4)",
+            CALL.format(name=name),
+            EXECUTE.format(use=USES[name]),
+        )
+    )
+    package = f"ops.{name}" if mode == "package" else f"_script_mode_{name}"
+    shape = (4, 3) if name == "contiguous" else (3, 4)
+    assert run(code, *path) == f"{name}\nFalse\n{shape} False\ntorch ['{package}.kernel.torch_level']\n"
+
+
+def test_two_operators_kernels_are_told_apart() -> None:
+    """One in script mode, another in package mode, in one process: each runs its own kernel."""
+    code = """
+import register, torch
+from ops.contiguous import register_a1
+with register.register_a1(platform="cpu") as script, register_a1(platform="cpu") as package:
+    x = torch.arange(12.0).view(3, 4)
+    x.t().contiguous(), x.clone()
+    print(script.operator, script.counts.kernel, package.operator, package.counts.kernel)
+print(script._traffic.serving._function.__name__, package._traffic.serving._function.__name__)
+"""
+    assert run(code, ROOT / "ops" / "clone") == "clone 1 contiguous 1\nclone_torch contiguous_torch\n"
+
+
+def test_a_foreign_kernel_package_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "kernel").mkdir()
+    (tmp_path / "kernel" / "torch_level.py").write_text("def clone_torch(*args, **kwargs): raise SystemExit('foreign')")
+    (tmp_path / "reference.py").write_text("raise SystemExit('foreign')")
+    execute = "import torch\nwith register_a1(platform='cpu') as r: torch.ones(2).clone()\nprint(r.counts.kernel)"
+    assert run(f"from ops.clone import register_a1\n{execute}", tmp_path) == "1\n"
+    assert run(f"from register import register_a1\n{execute}", tmp_path, ROOT / "ops" / "clone") == "1\n"
+
+
+def test_a_foreign_ops_package_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "ops").mkdir()
+    (tmp_path / "ops" / "__init__.py").write_text("")
+    code = """
+from twinkle.aten import RegistrationError, catalog
+try:
+    catalog.operator("clone")
+except RegistrationError as error:
+    print(error.code, error)
+"""
+    output = run(code, tmp_path)
+    assert output.startswith(f"foreign-ops clone: ops.clone.register can't be had from {tmp_path}/ops/__init__.py")
+    assert "another package ops may come first on sys.path" in output
+
+
+def test_a_second_script_mode_operator_is_a_clear_error() -> None:
+    code = """
+import register
+from pathlib import Path
+from twinkle.aten.home import spec_beside
+try:
+    spec_beside("__main__", Path({!r}))
+except ImportError as error:
+    print(error)
+""".format(str(ROOT / "ops" / "contiguous"))
+    assert (
+        run(code, ROOT / "ops" / "clone") == "clone is in script mode in this process already, so contiguous can't be\n"
+    )
+
+
+@pytest.mark.parametrize("file", ["example.py", "test/kernel_level.py", "test/op_level.py"])
+def test_the_files_that_are_run(file: str, chip: Profile) -> None:
+    program = ROOT / "ops" / "empty_strided" / file
+    for profile, code in (("cpu", 0), ("p800-kunlunxin", 3)):
+        done = subprocess.run([sys.executable, program, profile], capture_output=True, text=True, timeout=300)
+        assert done.returncode == code, done.stderr + done.stdout
+        lines = done.stdout.splitlines()
+        assert len(lines) == (3 if file == "example.py" else 1)
+        assert all(("passed" if code == 0 else "not run") in line for line in lines)
+
+
+def test_importing_an_operator_imports_no_triton() -> None:
+    """Where a kernel is chosen that needs none."""
+    code = "from ops.clone import register_a1\nregister_a1(platform='cpu')\n"
+    assert run(f"{code}print('twinkle.aten.triton_kernels' in sys.modules)") == "False\n"
+
+
+def test_a_broken_kernel_file_is_not_hidden(tmp_path: Path) -> None:
+    """What an operator's own file raises is what the user sees, not that something wasn't found."""
+    import shutil
+
+    shutil.copytree(ROOT / "ops" / "clone", tmp_path / "clone")
+    (tmp_path / "clone" / "kernel" / "torch_level.py").write_text("import a_package_that_is_missing")
+    code = """
+import register
+try:
+    register.register_a1(platform="cpu")
+except ModuleNotFoundError as error:
+    print(error)
+from twinkle.aten.registration import active
+print(active())
+"""
+    assert run(code, tmp_path / "clone") == "No module named 'a_package_that_is_missing'\n[]\n"

@@ -1,0 +1,117 @@
+"""``twinkle-kernel ops``: what it shows, its exit codes, and the reports."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+from typer.testing import CliRunner
+
+from tests.aten.conftest import DEVICE, INTERPRETED, ROOT
+from twinkle.aten import Home, Profile, catalog
+from twinkle.aten.harness import report
+from twinkle.aten.harness.outcome import Outcome
+from twinkle.cli import app
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["ops", *arguments])
+
+
+def test_the_list(chip: Profile) -> None:
+    facts = json.loads(run("list", "--json").stdout)
+    assert list(facts["operators"]) == catalog.names()
+    clone = facts["operators"]["clone"]["platforms"]
+    assert clone["ascend"]["keys"] == ["AutogradPrivateUse1", "PrivateUse1"]
+    assert clone["cambricon"]["keys"] == ["PrivateUse1"]
+    assert clone[chip.platform]["level"] == ("triton" if INTERPRETED else "torch")
+    assert clone["kunlunxin"]["level"] is None
+    assert facts["platforms"]["kunlunxin"] == "the package torch_xmlir is not installed"
+    text = run("list").output
+    assert all(name in text for name in catalog.names()) and "kunlunxin: the package torch_xmlir" in text
+
+
+def test_an_operator_that_cannot_be_had_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = catalog.operator
+    broken = replace(real("clone"), schema="clone(Tensor self) -> Tensor")
+    monkeypatch.setattr(catalog, "operator", lambda name: broken if name == "clone" else real(name))
+    text = run("list").output
+    assert "Not usable" in text and "clone: this PyTorch" in text and "contiguous" in text
+
+
+def test_a_run(chip: Profile) -> None:
+    result = run("run", "empty_strided", "--level", "op", "--device", DEVICE, "--json")
+    assert result.exit_code == 0, result.output
+    (outcome,) = json.loads(result.stdout)["outcomes"]
+    assert outcome["ok"] is True and outcome["state"] == "passed" and outcome["facts"]["kernel"] > 0
+    text = run("run", "empty_strided", "--level", "kernel", "--device", DEVICE).output
+    assert "empty_strided  kernel" in text and "passed" in text
+
+
+def test_a_failed_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ops.empty_strided.kernel import torch_level
+
+    right: Callable[..., Any] = torch_level.empty_strided_torch
+    monkeypatch.setattr(torch_level, "empty_strided_torch", lambda *a, **k: right(*a, **k).unsqueeze(0))
+    result = run("run", "empty_strided", "--level", "kernel", "--device", DEVICE)
+    assert result.exit_code == 1 and "shape torch.Size([1, 3, 1050]), expected" in result.output
+
+
+def test_a_device_that_is_not_here() -> None:
+    result = run("run", "clone", "--device", "p800")
+    assert result.exit_code == 3
+    assert "not run" in result.output and "the package torch_xmlir is not installed" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["clon"], "clon: no such operator; known: clone, .*did you mean 'clone'"),
+        (
+            ["clone", "--level", "kernl"],
+            "unknown level 'kernl'; known: kernel, op, framework, all; did you mean 'kernel'",
+        ),
+        (["clone", "--device", "cpv"], "unknown device profile 'cpv'; known: .*did you mean 'cpu'"),
+    ],
+)
+def test_wrong_use_is_one_line(arguments: list[str], message: str) -> None:
+    import re
+
+    result = run("run", *arguments)
+    assert result.exit_code == 2
+    assert len(result.stderr.splitlines()) == 1 and re.search(message, result.stderr)
+
+
+def test_the_help() -> None:
+    group = typer.main.get_command(app).commands["ops"]  # type: ignore[attr-defined]
+    for command in group.commands.values():
+        assert "Examples" in command.help and max(map(len, command.help.splitlines())) <= 78
+        assert all(parameter.help for parameter in command.params)
+
+
+# --- reports ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["clone", "contiguous", "copy_", "dropout", "empty_strided"])
+def test_every_report_is_what_its_results_give(name: str) -> None:
+    spec = catalog.operator(name)
+    assert (ROOT / "ops" / name / "REPORT.md").read_text() == report.render(spec)
+    results = json.loads((ROOT / "ops" / name / "reports" / "cpu.json").read_text())["levels"]
+    assert {level: found["state"] for level, found in results.items()} == dict.fromkeys(
+        ("kernel", "op", "framework"), "passed"
+    )
+
+
+def test_a_report_keeps_what_was_not_run_again(tmp_path: Path, chip: Profile) -> None:
+    shutil.copytree(ROOT / "ops" / "clone", tmp_path / "clone")
+    spec = replace(catalog.operator("clone"), home=Home("ops.clone", tmp_path / "clone"))
+    failed = Outcome("clone", "op", "cpu", 2, ["something"])
+    written = report.write(spec, replace(chip, name="cpu"), [failed.to_dict()]).read_text()
+    assert "| cpu | op | failed | 2 | 1 problems |" in written
+    assert "| cpu | kernel | passed |" in written

@@ -1,0 +1,165 @@
+"""Any call of an operator gives with our kernel what it gives natively: the same result, or the same kind of exception.
+
+``make test-aten-long`` draws many more calls.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.aten.conftest import DEVICE, INTERPRETED
+from tests.aten.layouts import DTYPES, Layout, filled, layouts
+from twinkle.aten import Profile, catalog
+from twinkle.aten.harness.observe import Call, differences
+from twinkle.aten.registration import active
+from twinkle.aten.spec import OperatorSpec, Semantics
+
+EXAMPLES = int(os.environ.get("TWINKLE_TEST_EXAMPLES", "40" if INTERPRETED else "150"))
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor to make, as often as it is needed.
+
+    Attributes:
+        lazy: ``"conj"`` or ``"neg"`` for one whose elements wait to be conjugated or negated.
+        view: it is a view of another tensor.
+        leaf: it requires a gradient.
+        device: where it lies.
+    """
+
+    layout: Layout
+    dtype: torch.dtype
+    lazy: str = ""
+    view: bool = False
+    leaf: bool = False
+    device: str = DEVICE
+
+    def make(self) -> torch.Tensor:
+        made = filled(self.layout, self.dtype, self.device)
+        if self.view:
+            made = made.view_as(made)
+        if self.lazy == "conj":
+            made = made.conj()
+        if self.lazy == "neg":
+            made = torch._neg_view(made)
+        return made.requires_grad_() if self.leaf else made
+
+
+@st.composite
+def tensors(draw: Any, shape: tuple[int, ...] | None = None, written: bool = False) -> Tensor:
+    dtype = draw(st.sampled_from(DTYPES))
+    lazy = draw(st.sampled_from(["", "", "", "", "conj", "neg"]))
+    if (lazy == "conj" and not dtype.is_complex) or dtype is torch.bool:
+        lazy = ""
+    leaf = written and (dtype.is_floating_point or dtype.is_complex) and draw(st.integers(0, 9)) == 0
+    device = draw(st.sampled_from([DEVICE, DEVICE, DEVICE, DEVICE, "cpu"]))
+    overlapping = not written or draw(st.booleans())
+    return Tensor(draw(layouts(shape, overlapping)), dtype, lazy, draw(st.booleans()), leaf, device)
+
+
+FORMATS = (None, torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
+
+
+@st.composite
+def copies(draw: Any) -> list[Any]:
+    to = draw(tensors(written=True))
+    number = draw(st.sampled_from([None, None, None, None, 2, 2.5, True]))
+    if number is not None:
+        return [to, number, False]
+    shape = list(to.layout[0][draw(st.integers(0, len(to.layout[0]))) :])
+    for dimension in range(len(shape)):
+        if draw(st.integers(0, 5)) == 0:
+            shape[dimension] = draw(st.integers(0, 3))
+    return [to, draw(tensors(tuple(shape))), draw(st.booleans())]
+
+
+numbers = st.lists(st.integers(-1, 5), max_size=5)
+ARGUMENTS: dict[str, st.SearchStrategy[list[Any]]] = {
+    "clone": st.tuples(tensors(), st.sampled_from(FORMATS)).map(list),
+    "contiguous": st.tuples(tensors(), st.sampled_from(FORMATS[1:])).map(list),
+    "copy_": copies(),
+    "dropout": st.tuples(tensors(), st.sampled_from([0.0, 0.3, 0.5, 1.0, 1.5, -0.1]), st.booleans()).map(list),
+    "empty_strided": st.tuples(
+        numbers, numbers, st.sampled_from([None, *DTYPES]), st.sampled_from([None, torch.strided, torch.sparse_coo])
+    ).map(lambda drawn: [*drawn, torch.device(DEVICE), None]),
+}
+CONTEXTS: dict[str, Callable[[], Any]] = {
+    "gradients": torch.enable_grad,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+}
+
+
+def call_of(spec: OperatorSpec, drawn: list[Any], differentiate: bool) -> Call:
+    values = [value.make() if isinstance(value, Tensor) else value for value in drawn]
+    return Call.of("drawn", values, spec, differentiate=differentiate)
+
+
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_call(spec: OperatorSpec, chip: Profile, data: st.DataObject) -> None:
+    drawn = data.draw(ARGUMENTS[spec.name])
+    context = data.draw(st.sampled_from(sorted(CONTEXTS)))
+    differentiate = context == "gradients" and Semantics.ALLOCATES not in spec.semantics
+
+    seen = []
+    for register in (False, True):
+        call = call_of(spec, drawn, differentiate)
+        torch.manual_seed(0)
+        registration = spec.register_a1(platform=chip.platform) if register else None
+        try:
+            with CONTEXTS[context]():
+                seen.append(call.observe(lambda values: call_operator(spec, values)))
+        finally:
+            if registration is not None:
+                registration.close()
+    native, ours = seen
+    assert differences(spec, ours, native) == []
+    assert active() == []
+
+
+def call_operator(spec: OperatorSpec, values: list[Any]) -> Any:
+    """As PyTorch's own Python functions do: what is None is left out."""
+    names = [argument.name for argument in spec.overload._schema.arguments if argument.kwarg_only]
+    leading = len(values) - len(names)
+    by_name = {name: value for name, value in zip(names, values[leading:], strict=True) if value is not None}
+    return spec.overload(*values[:leading], **by_name)
+
+
+def test_every_operator_has_its_arguments() -> None:
+    assert sorted(ARGUMENTS) == catalog.names()
+
+
+BAD: list[tuple[str, Callable[[], Any]]] = [
+    ("clone", lambda: torch.ones(3, device=DEVICE).clone(memory_format=torch.channels_last)),
+    ("clone", lambda: torch.ops.aten.clone("no tensor")),
+    ("contiguous", lambda: torch.ones(3, 4, device=DEVICE).t().contiguous(memory_format=torch.channels_last)),
+    ("copy_", lambda: torch.ones(3, device=DEVICE).copy_(torch.ones(4, device=DEVICE))),
+    ("copy_", lambda: torch.ones(1, device=DEVICE).expand(3).copy_(torch.ones(3, device=DEVICE))),
+    ("copy_", lambda: torch.ops.aten.copy_(torch.ones(3, device=DEVICE), None)),
+    ("dropout", lambda: torch.ops.aten.dropout(torch.ones(3, device=DEVICE), 1.5, True)),
+    ("dropout", lambda: torch.nn.functional.dropout(torch.ones(3, device=DEVICE), -1)),
+    ("empty_strided", lambda: torch.empty_strided((3,), (-1,), device=DEVICE)),
+    ("empty_strided", lambda: torch.empty_strided((3, 3), (1,), device=DEVICE)),
+    ("empty_strided", lambda: torch.empty_strided((2**62, 2**62), (2**62, 1), device=DEVICE)),
+    ("empty_strided", lambda: torch.empty_strided((2**45,), (1,), device=DEVICE)),
+]
+
+
+@pytest.mark.parametrize(("name", "call"), BAD)
+def test_bad_input_raises_what_it_raises_natively(name: str, call: Callable[[], Any], chip: Profile) -> None:
+    with pytest.raises(Exception) as native:
+        call()
+    with catalog.operator(name).register_a1(platform=chip.platform), pytest.raises(native.type) as ours:
+        call()
+    assert type(ours.value) is native.type
+    assert str(ours.value).splitlines()[0] == str(native.value).splitlines()[0]

@@ -1,0 +1,223 @@
+"""Life of a registration: what it counts, who keeps it, and that nothing of it is left."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import weakref
+
+import pytest
+import torch
+
+from tests.aten.conftest import DEVICE, INTERPRETED
+from twinkle.aten import Profile, RegistrationError, catalog, install
+from twinkle.aten import registration as registration_module
+from twinkle.aten.registration import active
+from twinkle.aten.spec import OperatorSpec
+
+
+def kernel_at(spec: OperatorSpec, key: str) -> str:
+    return repr(torch.library.get_kernel(spec.overload, key))
+
+
+def test_the_default_key_with_a_platform(clone: OperatorSpec, chip: Profile) -> None:
+    counter = {"n": 5}
+    x = torch.randn(3, 4, device=DEVICE)
+    with clone.register_a1(counter=counter, platform=chip.platform) as registration:
+        assert torch.equal(x.clone(), x)
+        assert counter["n"] == 6
+        assert (registration.counts.kernel, registration.counts.errors) == (1, 0)
+        assert registration.level == ("triton" if INTERPRETED else "torch")
+        assert active() == [registration] and not registration.closed
+    assert registration.closed and active() == []
+
+
+def test_a_counter_that_is_emptied_goes_on(clone: OperatorSpec, chip: Profile) -> None:
+    counter: dict[str, int] = {}
+    with clone.register_a1(counter=counter, platform=chip.platform):
+        assert counter == {"n": 0}
+        counter.clear()
+        torch.ones(2, device=DEVICE).clone()
+        assert counter == {"n": 1}
+
+
+def test_close_leaves_the_operator_as_it_was(spec: OperatorSpec, chip: Profile) -> None:
+    keys = (chip.found.dispatch_key, chip.found.autograd_key)
+    before = [kernel_at(spec, key) for key in keys]
+    counter: dict[str, int] = {}
+    registration = spec.register_a1(counter=counter, platform=chip.platform)
+    assert all("registration.py" in kernel_at(spec, key) for key in registration.keys)
+    registration.close()
+    registration.close()
+    assert [kernel_at(spec, key) for key in keys] == before
+    x = torch.randn(4, 3, device=DEVICE).t()
+    x.clone(), x.contiguous(), torch.nn.functional.dropout(x), torch.empty_strided((2,), (1,), device=DEVICE)
+    torch.empty_like(x).copy_(x)
+    assert counter == {"n": 0}
+    assert repr(registration) == f"<Registration of {spec.name} on {chip.platform}: closed>"
+
+
+def test_dropping_the_handle_does_not_undo_it(clone: OperatorSpec, chip: Profile) -> None:
+    counter: dict[str, int] = {}
+    clone.register_a1(counter=counter, platform=chip.platform)
+    gc.collect()
+    torch.ones(2, device=DEVICE).clone()
+    assert counter["n"] == 1
+    active()[0].close()
+
+
+def test_a_second_registration_is_refused(clone: OperatorSpec, chip: Profile) -> None:
+    with clone.register_a1(platform=chip.platform) as first:
+        with pytest.raises(
+            RegistrationError, match="clone: is registered already at .*close.. that one first"
+        ) as error:
+            clone.register_a1(platform=chip.platform)
+        assert error.value.code == "already-registered"
+        torch.ones(2, device=DEVICE).clone()
+        assert first.counts.kernel == 1
+    with clone.register_a1(platform=chip.platform):
+        pass
+
+
+def test_a_failure_while_installing_leaves_nothing(
+    chip: Profile, monkeypatch: pytest.MonkeyPatch, clone: OperatorSpec
+) -> None:
+    before = kernel_at(clone, chip.found.dispatch_key)
+    monkeypatch.setattr("twinkle.aten.registration.make_router", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        clone.register_a1(platform=chip.platform)
+    assert kernel_at(clone, chip.found.dispatch_key) == before and active() == []
+
+
+def test_what_lies_on_top_keeps_working(clone: OperatorSpec, chip: Profile, caplog: pytest.LogCaptureFixture) -> None:
+    """Somebody registers on top and calls ours: after close() calls pass through to what was there at first."""
+    key = chip.found.dispatch_key
+    counter: dict[str, int] = {}
+    registration = clone.register_a1(key, counter, chip.platform)
+    below = torch.library.get_kernel(clone.overload, key)
+    other = torch.library.Library("aten", "IMPL")
+    calls = []
+
+    def on_top(keyset, self, *, memory_format=None):
+        calls.append(self)
+        return below.call_boxed(keyset, self, memory_format=memory_format)
+
+    try:
+        other.impl(clone.overload, on_top, key, with_keyset=True, allow_override=True)
+        x = torch.ones(2, device=DEVICE)
+        with caplog.at_level(logging.WARNING, "twinkle.aten"):
+            registration.close()
+        assert "something else was registered on top" in caplog.text
+        before = counter["n"]
+        with torch.inference_mode():
+            assert torch.equal(x.clone(), x)
+        assert len(calls) == 1 and counter["n"] == before
+    finally:
+        other._destroy()
+    registration._library._destroy()
+
+
+def test_nothing_is_kept_after_close(clone: OperatorSpec, chip: Profile) -> None:
+    registration = clone.register_a1(platform=chip.platform)
+    torch.ones(2, device=DEVICE).clone()
+    registration.close()
+    gone = weakref.ref(registration)
+    del registration
+    gc.collect()
+    assert gone() is None
+
+
+def test_two_hundred_cycles(clone: OperatorSpec, chip: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registration_module, "_GRACE_SECONDS", 0.0)
+    x = torch.ones(2, device=DEVICE)
+    objects = []
+    for cycle in range(200):
+        counter: dict[str, int] = {}
+        with clone.register_a1(counter=counter, platform=chip.platform):
+            x.clone()
+        x.clone()
+        assert counter["n"] == 1
+        if cycle in (50, 199):
+            gc.collect()
+            objects.append(len(gc.get_objects()))
+    assert objects[1] - objects[0] < 100, "something is kept of every registration"
+
+
+@pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter has one state for all threads")
+def test_threads_lose_no_count(clone: OperatorSpec, chip: Profile) -> None:
+    counter: dict[str, int] = {}
+    x = torch.randn(3, 4, device=DEVICE)
+    calls, threads = 500, 8
+
+    def work() -> None:
+        for _ in range(calls):
+            assert torch.equal(x.clone(), x)
+
+    with clone.register_a1(counter=counter, platform=chip.platform) as registration:
+        running = [threading.Thread(target=work) for _ in range(threads)]
+        for thread in running:
+            thread.start()
+        for thread in running:
+            thread.join()
+        assert counter["n"] == registration.counts.kernel == calls * threads
+
+
+@pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter has one state for all threads")
+def test_threads_that_register_close_and_call(clone: OperatorSpec, chip: Profile) -> None:
+    x = torch.randn(3, 4, device=DEVICE)
+    wrong: list[str] = []
+    done = threading.Event()
+
+    def call() -> None:
+        while not done.is_set():
+            try:
+                if not torch.equal(x.clone(), x):
+                    wrong.append("wrong result")
+            except Exception as error:
+                wrong.append(str(error))
+
+    def cycle() -> None:
+        for _ in range(100):
+            try:
+                with clone.register_a1(platform=chip.platform) as registration:
+                    x.clone()
+                    if registration.counts.kernel == 0:
+                        wrong.append("not reached")
+            except RegistrationError as error:
+                if error.code != "already-registered":
+                    wrong.append(str(error))
+
+    callers = [threading.Thread(target=call) for _ in range(4)]
+    cyclers = [threading.Thread(target=cycle) for _ in range(4)]
+    for thread in [*callers, *cyclers]:
+        thread.start()
+    for thread in cyclers:
+        thread.join()
+    done.set()
+    for thread in callers:
+        thread.join()
+    assert wrong == []
+
+
+# --- several at once --------------------------------------------------------------------------------------------------
+
+
+def test_install_all(chip: Profile) -> None:
+    x = torch.randn(6, 5, device=DEVICE)
+    with install(platform=chip.platform) as installed:
+        assert list(installed.registrations) == catalog.names()
+        torch.nn.functional.dropout(x.t().contiguous().clone(), 0.5)
+        torch.empty_strided((2, 3), (1, 2), device=DEVICE).copy_(torch.ones(3, device=DEVICE))
+        for name, registration in installed.registrations.items():
+            assert registration.counts.kernel > 0, name
+    assert active() == []
+
+
+def test_install_is_all_or_nothing(clone: OperatorSpec, chip: Profile) -> None:
+    with clone.register_a1(platform=chip.platform) as mine:
+        with pytest.raises(RegistrationError, match="already"):
+            install(["contiguous", "clone"], platform=chip.platform)
+        assert active() == [mine]
+    with pytest.raises(RegistrationError, match="did you mean 'contiguous'"):
+        install(["clone", "contigous"], platform=chip.platform)

@@ -1,0 +1,51 @@
+"""The simulated device itself: without it being a device of its own, what is tested on it would prove nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests import simulated_device
+from tests.aten.conftest import DEVICE
+from twinkle import presets
+from twinkle.platforms import platform_of
+
+pytestmark = pytest.mark.skipif(DEVICE == "cpu", reason="this process has no simulated device")
+
+
+def test_it_is_a_device_of_its_own() -> None:
+    x = torch.randn(3, 4, device=DEVICE)
+    assert x.device == torch.device(DEVICE, 0) and not x.is_cpu
+    assert str(torch.accelerator.current_accelerator()) == DEVICE
+    found = platform_of(DEVICE)
+    assert found is not None and found.name == {"npu": "ascend", "mlu": "cambricon"}[DEVICE]
+
+
+def test_one_name_per_process() -> None:
+    simulated_device.load(DEVICE)
+    other = "mlu" if DEVICE == "npu" else "npu"
+    with pytest.raises(RuntimeError, match=f"has the device {DEVICE} already; {other} needs a process of its own"):
+        simulated_device.load(other)
+
+
+def test_copies_resolve_pending_conjugation_and_negation() -> None:
+    z = torch.randn(3, 4, dtype=torch.complex64)
+    x = z.to(DEVICE)
+    assert torch.equal(x.conj().cpu(), z.conj())
+    assert torch.equal(x.conj().clone().cpu(), z.conj().resolve_conj())
+    assert torch.equal(torch._neg_view(x).clone().cpu(), -z)
+
+
+def test_a_model_computes_what_it_computes_on_the_cpu() -> None:
+    """The loss to the bit; some gradients by other formulas, which PyTorch has for out-of-tree devices."""
+
+    def train(device: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        model = presets.build("qwen3", device=device, attn_implementation="eager")
+        loss = presets.loss(model(**presets.inputs(model, device=device)))
+        loss.backward()
+        return loss.detach().cpu(), {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
+
+    (loss, gradients), (expected, expected_gradients) = train(DEVICE), train("cpu")
+    assert torch.equal(loss, expected)
+    assert gradients.keys() == expected_gradients.keys()
+    torch.testing.assert_close(gradients, expected_gradients)

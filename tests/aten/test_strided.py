@@ -1,0 +1,97 @@
+"""The strided copies: their plans, and their results for any two layouts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.aten.conftest import DEVICE, INTERPRETED
+from tests.aten.layouts import DTYPES, filled, layouts
+from twinkle.aten.harness.compare import memory_of
+from twinkle.aten.reference import copy_by_address
+from twinkle.aten.strided import is_dense, make_plan, may_overlap, torch_copy, triton_copy
+
+COPIES = [torch_copy, triton_copy] if INTERPRETED else [torch_copy]
+
+
+@pytest.mark.parametrize("copy", COPIES)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_two_layouts(copy, data: st.DataObject) -> None:
+    layout = data.draw(layouts(overlapping=True, zeros=False))
+    to_layout = data.draw(layouts(shape=layout[0]))
+    dtype = data.draw(st.sampled_from(DTYPES))
+    expected = filled(to_layout, dtype)
+    copy_by_address(expected, filled(layout, dtype))
+    to = filled(to_layout, dtype, DEVICE)
+    copy(to, filled(layout, dtype, DEVICE))
+    assert torch.equal(memory_of(to), memory_of(expected))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "to", "source", "plan"),
+    [
+        ((), (), (), ((1,), (1,), (1,), 0)),
+        ((3, 4), (4, 1), (4, 1), ((12,), (1,), (1,), 0)),
+        ((3, 1, 4), (4, 99, 1), (4, 77, 1), ((12,), (1,), (1,), 0)),
+        ((3, 4), (4, 1), (1, 3), ((4, 3), (1, 4), (3, 1), 0)),
+        ((32, 40), (40, 1), (1, 32), ((40, 32), (1, 40), (32, 1), 1)),
+        ((2, 32, 40), (1280, 40, 1), (1280, 1, 32), ((40, 32, 2), (1, 40, 1280), (32, 1, 1280), 1)),
+        ((6, 40), (40, 1), (0, 1), ((40, 6), (1, 40), (1, 0), 0)),
+        ((6, 40), (40, 1), (0, 0), ((240,), (1,), (0,), 0)),
+    ],
+)
+def test_the_plan(sizes, to, source, plan) -> None:
+    made = make_plan(sizes, to, source)
+    assert made[:4] == plan and made.wide is False
+
+
+@pytest.mark.parametrize(
+    ("sizes", "to", "source", "wide"),
+    [
+        ((2**20, 2**11), (2**11, 1), (2**11, 1), True),
+        ((2**20,), (1,), (1,), False),
+        ((2, 8), (8, 1), (2**31, 1), True),
+    ],
+)
+def test_offsets_beyond_32_bits(sizes, to, source, wide: bool) -> None:
+    assert make_plan(sizes, to, source).wide is wide
+
+
+@pytest.mark.skipif(not INTERPRETED or DEVICE != "cpu", reason="an interpreted kernel in the host's memory")
+def test_wide_offsets_are_computed_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same copies with 64-bit offsets, and with fewer programs than blocks, so that each loops."""
+    from twinkle.aten import strided
+
+    make_plan.cache_clear()
+    monkeypatch.setattr(strided, "MOST_PROGRAMS", 2)
+    narrow = strided.make_plan
+    monkeypatch.setattr(strided, "make_plan", lambda *layout: narrow(*layout)._replace(wide=True))
+    for source in (torch.randn(5000), torch.randn(70, 90).t(), torch.randn(3, 50, 40).permute(0, 2, 1)):
+        to = torch.empty(source.shape)
+        triton_copy(to, source)
+        assert torch.equal(to, source)
+    make_plan.cache_clear()
+
+
+def brute_force_overlap(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    addresses = [0]
+    for size, stride in zip(sizes, strides, strict=True):
+        addresses = [address + i * stride for address in addresses for i in range(size)]
+    return len(set(addresses)) < len(addresses)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 12)), max_size=4))
+def test_overlap_and_density(dimensions: list[tuple[int, int]]) -> None:
+    sizes, strides = tuple(d[0] for d in dimensions), tuple(d[1] for d in dimensions)
+    overlaps = brute_force_overlap(sizes, strides)
+    assert may_overlap(sizes, strides) or not overlaps, "an overlap was missed"
+    reach = 1 + sum((n - 1) * s for n, s in dimensions)
+    assert is_dense(sizes, strides) <= (not overlaps and reach == math.prod(sizes))
+    ordinary = torch.empty(sizes).permute(tuple(range(len(sizes)))[::-1])
+    assert is_dense(ordinary.shape, ordinary.stride()) and not may_overlap(ordinary.shape, ordinary.stride())

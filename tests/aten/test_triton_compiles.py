@@ -1,0 +1,48 @@
+"""The Triton programs compile for a GPU, in every form in which they are launched; no GPU is needed for that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ops.dropout.kernel import programs
+from tests.aten.conftest import DEVICE, INTERPRETED
+from twinkle.aten import triton_kernels
+
+pytestmark = pytest.mark.skipif(INTERPRETED or DEVICE != "cpu", reason="the compiler is the same whatever the device")
+
+
+def compile_for_gpu(function: Any, signature: dict[str, Any], constants: dict[str, Any]) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    source = ASTSource(fn=function, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32))
+
+
+@pytest.mark.parametrize(("to", "source"), [("*u8", "*u8"), ("*i64", "*i64"), ("*bf16", "*fp32"), ("*fp32", "*fp16")])
+@pytest.mark.parametrize("wide", [False, True])
+def test_copy_elements(to: str, source: str, wide: bool) -> None:
+    layout = dict.fromkeys(("sizes", "to_strides", "source_strides"), ("i32", "i32"))
+    signature = {"to": to, "source": source, "total": "i64" if wide else "i32", **layout}
+    constants = {"RANK": 2, "WIDE": wide, "BLOCK": 1024}
+    assert compile_for_gpu(triton_kernels.copy_elements, signature, constants).asm["cubin"]
+
+
+@pytest.mark.parametrize("batch", [(), ("i32",)])
+@pytest.mark.parametrize("wide", [False, True])
+def test_copy_tiles(batch: tuple[str, ...], wide: bool) -> None:
+    numbers = ("rows", "columns", "batches", "to_row", "to_column", "source_row", "source_column")
+    layout = dict.fromkeys(("sizes", "to_strides", "source_strides"), batch)
+    signature = {"to": "*i32", "source": "*i32", **dict.fromkeys(numbers, "i32"), **layout}
+    constants = {"RANK": len(batch), "WIDE": wide, "ROWS": 32, "COLUMNS": 32}
+    assert compile_for_gpu(triton_kernels.copy_tiles, signature, constants).asm["cubin"]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "fp64"])
+@pytest.mark.parametrize("wide", [False, True])
+def test_drop(dtype: str, wide: bool) -> None:
+    signature = {"to": f"*{dtype}", "source": f"*{dtype}", "seed": "*i64", "total": "i64" if wide else "i32"}
+    assert compile_for_gpu(programs.drop, signature, {"P": 0.3, "WIDE": wide, "BLOCK": 512}).asm["cubin"]
