@@ -11,6 +11,7 @@ import pytest
 
 from tests.aten.conftest import DEVICE, INTERPRETED, ROOT
 from twinkle.aten import Profile
+from twinkle.aten.harness import packaging
 from twinkle.aten.spec import OperatorSpec
 
 pytestmark = [
@@ -165,3 +166,28 @@ from twinkle.aten.registration import active
 print(active())
 """
     assert run(code, tmp_path / "clone") == "No module named 'a_package_that_is_missing'\n[]\n"
+
+
+def test_the_packaging_program(tmp_path: Path) -> None:
+    """The matrix that it computes has no empty cell; a device that isn't there is no success."""
+
+    def done(*options: str) -> tuple[int, str]:
+        command = [sys.executable, ROOT / "ops" / "test_packaging.py", *options]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+        return found.returncode, found.stdout
+
+    cells = 2 * len(USES)
+    code, text = done("--imports-only")
+    assert code == 0 and text.splitlines()[-1] == f"{cells} cells, all passed"
+    code, text = done()
+    assert code == 0 and text.splitlines()[-1] == f"{3 * cells} cells, all passed"
+    assert text.count("package") == text.count("script") == len(USES)
+    code, text = done("--npu-e2e")
+    assert code == 3 and text.startswith("not run: no ascend on this machine")
+
+
+def test_a_broken_way_in_is_a_failed_cell(monkeypatch: pytest.MonkeyPatch, chip: Profile) -> None:
+    monkeypatch.setattr(packaging, "_CHILD", packaging._CHILD.replace('counter["n"] > 0', 'counter["n"] > 9999'))
+    found = packaging.way_in("clone", "script", chip, packaging.STAGES)
+    assert (found["import"], found["register"]) == ("passed", "passed")
+    assert found["execute"].startswith("failed: AssertionError: Counts(kernel=")
