@@ -29,7 +29,7 @@ help:
 	@echo "make demo              set up (first call), then train a small Qwen3 with and without kernels and compare"
 	@echo "make test              set up (first call), then the whole test suite with coverage"
 	@echo "make test-interpreter  only the tests that run Triton kernels on the CPU (TRITON_INTERPRET=1)"
-	@echo "make test-aten         only the tests of the ATen level, on the simulated devices"
+	@echo "make test-aten         the tests of the ATen level again, on simulated devices and with Triton interpreted"
 	@echo "make test-aten-long    many random calls of every ATen operator, compared with PyTorch's own"
 	@echo "make test-slow         the tests that 'make test' leaves out: whole models through interpreted kernels, families in use"
 	@echo "make lint              ruff"
@@ -103,13 +103,13 @@ test-interpreter: $(TEST_STAMP)
 	@TRITON_INTERPRET=1 $(PYTEST) tests/interpreter -m "not slow" --cov --cov-report=
 
 # The simulated device would be the accelerator of every other test, so it gets processes of its own; on the CPU the tests
-# of the ATen level run with all others.
+# of the ATen level run with all others, in 'make test'.
 test-aten: $(TEST_STAMP)
-	@TRITON_INTERPRET=1 $(PYTEST) tests/aten -m "not multiprocess" --cov --cov-append --cov-report=
+	@TRITON_INTERPRET=1 $(PYTEST) tests/aten -m "not multiprocess"
 	@for device in npu mlu; do \
-	    TWINKLE_TEST_DEVICE=$$device $(PYTEST) tests/aten --cov --cov-append --cov-report= || exit 1; \
+	    TWINKLE_TEST_DEVICE=$$device $(PYTEST) tests/aten || exit 1; \
 	done
-	@TWINKLE_TEST_DEVICE=npu TRITON_INTERPRET=1 $(PYTEST) tests/aten -m "not multiprocess" --cov --cov-append --cov-report=
+	@TWINKLE_TEST_DEVICE=npu TRITON_INTERPRET=1 $(PYTEST) tests/aten -m "not multiprocess"
 
 test-aten-long: $(TEST_STAMP)
 	@for device in cpu npu mlu; do \
@@ -122,7 +122,7 @@ test-slow: $(TEST_STAMP)
 	@TRITON_INTERPRET=1 $(PYTEST) tests/interpreter -m slow
 	@$(PYTEST) tests --ignore=tests/interpreter -m slow
 
-test: test-interpreter test-aten
+test: test-interpreter
 	@$(PYTEST) tests --ignore=tests/interpreter -m "not slow" \
 	    --cov --cov-append --cov-report=term-missing:skip-covered --cov-fail-under=90
 
