@@ -7,6 +7,7 @@ import gc
 import io
 import pickle
 import sys
+from collections import Counter
 
 import pytest
 
@@ -31,6 +32,7 @@ from twinkle import presets
 from twinkle.kernel import KernelChoice, kernelize, registry
 from twinkle.kernel.ops.derived import reference_impl
 from twinkle.kernel.reclass import installed_on
+from twinkle.kernel.report import report, short
 from twinkle.kernel.undo import Undone, patch, unkernelize
 
 QWEN3 = {"qwen3.Qwen3RMSNorm": 9, "qwen3.Qwen3MLP.forward": 2, "qwen3.apply_rotary_pos_emb": 1}
@@ -189,6 +191,24 @@ def test_a_copy_kernelized_anew_leaves_its_original_alone(second_backend):
     unkernelize(twin)
     assert installed(model) == QWEN3
     unkernelize(model)
+
+
+def test_a_module_of_two_models_keeps_its_kernel_until_both_are_undone(rope):
+    first, second = qwen3(), qwen3()
+    second.model.norm = first.model.norm
+    before = look(second)
+    kernelize(first, loopback())
+    kernelize(second, loopback())
+    undone = unkernelize(first)
+    assert undone.shared == ("model.norm",) and undone.not_undone == () and undone.modules == 10
+    assert type(first.model.norm) is not Qwen3RMSNorm and installed_on(type(first.model.layers[0].mlp)) is None
+    served = Counter()
+    for row in report(second).rows:  # the shared norm's is another row than the others'
+        served[short(row.target)] += row.instances if row.state == "installed" else 0
+    assert +served == QWEN3
+    step(second)
+    assert unkernelize(second).modules == 11 and type(first.model.norm) is Qwen3RMSNorm
+    assert differences(before, look(second)) == [] and HOME.apply_rotary_pos_emb is rope
 
 
 def test_copied_parts_belong_to_the_model_they_were_copied_from(rope):

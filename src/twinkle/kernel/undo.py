@@ -234,7 +234,8 @@ class Undone:
         modules: modules that have their original class again.
         patches: attributes that have their original value again.
         not_undone: one reason per change that was left, because somebody else changed the same thing since.
-        shared: process-wide attributes that another model still claims; their originals return with its undo.
+        shared: process-wide attributes that another model still claims, and modules that it has as well; their
+            originals return with its undo.
     """
 
     modules: int = 0
@@ -275,8 +276,12 @@ def unkernelize(model: nn.Module) -> Undone:
                 journal.rows.clear()
         # Where an installer had put another child, the model has its own again now.
         modules |= {module: name for name, module in model.named_modules()}
+        used_elsewhere = _modules_of_others(model, journals)
         restored = 0
         for module, name in modules.items():
+            if id(module) in used_elsewhere:
+                shared += [name] if installed_on(type(module)) else []
+                continue
             installed = installed_on(type(module))
             not_undone += _restore_module(name or "the model", module, journals)
             had_kernels = installed is not None and bool(installed.methods)
@@ -284,6 +289,13 @@ def unkernelize(model: nn.Module) -> Undone:
     for reason in not_undone:
         logger.warning("not undone: %s", reason)
     return Undone(restored, patches, tuple(not_undone), tuple(shared))
+
+
+def _modules_of_others(model: nn.Module, journals: list[Journal]) -> set[int]:
+    """Ids of the modules that another kernelized model has too, one that this model is no part of."""
+    owners = [owner for journal in journals for owner in journal.models]
+    others = [owner for owner in owners if not any(module is model for module in owner.modules())]
+    return {id(module) for owner in others for module in owner.modules()}
 
 
 def _restore_module(name: str, module: nn.Module, journals: list[Journal]) -> list[Reason]:
