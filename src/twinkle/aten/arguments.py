@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-NUMBERS = (bool, int, float, complex)
+NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+"""Python's numbers, a bool before the int that it is as well, and the dtypes that PyTorch makes tensors of them in."""
 
 
 class Arguments:
@@ -34,10 +35,13 @@ class Arguments:
 
     def wrap_numbers(self, args: tuple[Any, ...]) -> list[Any]:
         """``x.copy_(5)`` hands over a number where the schema has a tensor, which a captured kernel wouldn't take."""
-        return [
-            torch.tensor(value) if is_tensor and isinstance(value, NUMBERS) else value
-            for value, is_tensor in zip(args, self._is_tensor, strict=False)
-        ]
+        pairs = zip(args, self._is_tensor, strict=False)
+        return [_tensor_of(value) if is_tensor else value for value, is_tensor in pairs]
+
+
+def _tensor_of(value: Any) -> Any:
+    dtype = next((dtype for kind, dtype in NUMBERS.items() if isinstance(value, kind)), None)
+    return value if dtype is None else torch.tensor(value, dtype=dtype)
 
 
 def _default(argument: Any) -> Any:
