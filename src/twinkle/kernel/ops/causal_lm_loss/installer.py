@@ -254,7 +254,9 @@ def _without_pending(value: Any) -> Any:
         if type(value) is tuple:  # without what is None, as transformers makes them
             return tuple(item for item, before in zip(items, value, strict=True) if item is not None or before is None)
         return type(value)(items)
-    if not isinstance(value, torch.Tensor) and hasattr(value, "__dict__"):  # an object of the model's own making
+    # An object of the model's own making; transformers' caches hold no logits, and compilers before 2.13 can't look in.
+    own = not isinstance(value, torch.Tensor) and not type(value).__module__.startswith("transformers.")
+    if own and hasattr(value, "__dict__"):
         for name, before in vars(value).items():
             if isinstance(before, PendingLogits):
                 object.__setattr__(value, name, _without_pending(before))
