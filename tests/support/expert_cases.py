@@ -127,6 +127,27 @@ def kernels(mesh: DeviceMesh, first: bool) -> None:
     _assert_equal_step(single, shared, "qwen3_moe")
 
 
+def called_by_name(mesh: DeviceMesh) -> None:
+    """Arguments may be named, in any order; and a call that failed leaves nothing behind for the next."""
+    single, shared = _build("qwen3_moe"), apply_expert_parallel(_build("qwen3_moe"), mesh)
+    experts, parts = (next(module for module in model.modules() if is_experts(module)) for model in (single, shared))
+    x = torch.randn(5, experts.gate_up_proj.shape[2])  # type: ignore[union-attr,index]
+    index, weights = torch.arange(10).view(5, 2) % 4, torch.rand(5, 2)
+    expected = experts(x, index, weights)
+    named = {"top_k_weights": weights, "top_k_index": index, "hidden_states": x}
+    torch.testing.assert_close(parts(**named), expected)
+    activation, parts.act_fn = parts.act_fn, None
+    try:
+        parts(x, index, weights)
+    except TypeError:
+        pass
+    else:
+        raise AssertionError("no error")
+    parts.act_fn = activation
+    torch.testing.assert_close(parts(x, index, weights), expected)
+    assert parts._twinkle_under_way is None
+
+
 def checkpointed(mesh: DeviceMesh) -> None:
     one_step(mesh, "qwen3_moe", after=lambda model: model.gradient_checkpointing_enable())
 
@@ -201,6 +222,7 @@ CASES: dict[str, Callable[[DeviceMesh], None]] = {
     "processes without tokens": functools.partial(one_step, name="qwen3_moe", change=_to_the_first_experts),
     "kernels first": functools.partial(kernels, first=True),
     "kernels last": functools.partial(kernels, first=False),
+    "called by name": called_by_name,
     "checkpointed": checkpointed,
     "trained": trained,
     "saved and loaded": saved_and_loaded,

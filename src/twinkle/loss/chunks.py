@@ -142,7 +142,7 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """``total += a @ b``, where ``total`` may be of a wider dtype than the factors."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
-    elif total.is_cuda:  # cuBLAS adds to fp32 what it multiplies in bf16 or fp16
+    elif total.is_cuda and torch.version.hip is None:  # cuBLAS adds to fp32 what it multiplies in bf16 or fp16
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))

@@ -7,6 +7,7 @@ installed, before or after, does it here as well, and router, shared experts and
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -92,23 +93,26 @@ def _share(module: Any, group: dist.ProcessGroup, processes: int, rank: int) -> 
         module._parameters[name] = nn.Parameter(part, requires_grad=whole.requires_grad)
     module.num_experts = own
     module._twinkle_experts = Shard(experts, group, names)
-    module._twinkle_under_way = []
+    module._twinkle_under_way = None
     module.register_forward_pre_hook(_send, with_kwargs=True)
     module.register_forward_hook(_fetch)
 
 
 def _send(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Before the experts: other processes' tokens in the place of this one's, each for one expert."""
-    x, index, weights = (*args, *kwargs.values())
+    # Named arguments may come in any order.
+    bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+    _, x, index, weights = bound.args
     shard: Shard = module._twinkle_experts
     under_way, local = dispatch(x, index, weights, shard.experts, shard.group)
-    module._twinkle_under_way.append(under_way)
+    module._twinkle_under_way = under_way
     return (under_way.arrived, local[:, None], weights.new_ones(len(local), 1)), {}
 
 
 def _fetch(module: Any, args: tuple[Any, ...], results: torch.Tensor) -> torch.Tensor:
     """After the experts: the results for this process's tokens."""
-    under_way: Dispatch = module._twinkle_under_way.pop()
+    under_way: Dispatch = module._twinkle_under_way
+    module._twinkle_under_way = None
     if not len(under_way.arrived):
         # Nothing came in. What is sent back must hang on what came and on the weights all the same: the backward is a
         # collective, which every process has to reach, and so is FSDP's reduction of the weights' gradients.

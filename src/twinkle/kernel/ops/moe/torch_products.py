@@ -14,14 +14,20 @@ from twinkle.kernel.ops.moe.routing import Route
 
 
 def fits(x: torch.Tensor, stacks: Stacks, variant: MoeExpertsVariant) -> bool:
-    """Whether it can take them: bf16, gate first, no biases, rows of whole 16 bytes."""
+    """Whether it can take them: on a CPU or an NVIDIA GPU, bf16, gate first, no biases, rows of whole 16 bytes."""
     gate_up, down, *biases = stacks
     plain = not variant.interleaved and all(bias is None for bias in biases)
-    if x.dtype != torch.bfloat16 or not plain or (x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0)):
+    if x.dtype != torch.bfloat16 or not plain or not _has_grouped_mm(x.device):
         return False
     sizes = (*gate_up.shape[1:], *down.shape[1:], gate_up.stride(0), down.stride(0))
     aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (gate_up, down))
     return aligned and all(size % 16 == 0 for size in sizes) and gate_up.stride(2) == down.stride(2) == 1
+
+
+def _has_grouped_mm(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cpu"
 
 
 def up(

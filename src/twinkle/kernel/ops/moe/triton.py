@@ -143,6 +143,8 @@ def load(target: Any, site: Site) -> type[nn.Module]:
             return reason
         if hidden_states.dim() != 2 or top_k_index.dim() != 2 or top_k_weights.shape != top_k_index.shape:
             return "tokens of [tokens, hidden size] and choices of [tokens, chosen] only"
+        if top_k_index.numel() >= 2**31:
+            return "more choices than 32 bits count"
         if top_k_index.device != hidden_states.device:
             return "the tensors are on different devices"
         if any(stack is not None and stack.dtype != hidden_states.dtype for stack in stacks):
