@@ -136,7 +136,7 @@ def measure(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int
 
 def report(run: Run) -> str:
     """A line per candidate."""
-    lines = []
+    lines: list[tuple[str, ...]] = []
     for row in run.results:
         if row.ms:
             peak, error = (row.figures.get(name) for name in ("peak_memory_gb", "dw_error"))

@@ -108,13 +108,13 @@ def _why_not(made: Any) -> str | None:
 
 def report(run: Run) -> str:
     """A line per backend and pass."""
-    lines = []
+    lines: list[tuple[str, ...]] = []
     for row in run.results:
         if row.ms:
             p20, p50, p80 = (significant(row.ms[p]) for p in ("p20", "p50", "p80"))
             peak = row.figures.get("peak_memory_gb")
             lines.append(
-                (row.who, row.case.rpartition("/")[2], f"{p50} ({p20} .. {p80})", "-" if peak is None else peak)
+                (row.who, row.case.rpartition("/")[2], f"{p50} ({p20} .. {p80})", "-" if peak is None else f"{peak:g}")
             )
     shown = plain(table(("who", "pass", "ms (p20 .. p80)", "peak GB"), lines, width_of_terminal()))
     return "\n".join([shown, *dict.fromkeys(f"{row.who}: {row.note}" for row in run.results if row.note)])

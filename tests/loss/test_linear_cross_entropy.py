@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import weakref
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from twinkle.kernel.verify import allowed_error_used
 from twinkle.loss import linear_cross_entropy
+from twinkle.loss.chunks import chunks_of, scaled_in_place
 
 TOKENS, HIDDEN, CLASSES = 13, 8, 37
 
@@ -167,6 +169,74 @@ def test_no_more_logits_are_there_than_those_of_a_chunk(reduction: str) -> None:
         with Largest() as largest:
             linear_cross_entropy(**made, reduction=reduction, chunk=chunk).sum().backward()
         assert largest.elements == max(most, 200 * HIDDEN)
+
+
+class Logits(TorchDispatchMode):
+    """How many tensors of logits there are when further ones are computed, at most; see :class:`Largest`."""
+
+    most = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[weakref.ref[torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default and result.shape[1] == CLASSES:
+            self.seen.append(weakref.ref(result))
+            self.most = max(self.most, sum(logits() is not None for logits in self.seen))
+        return result
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_logits_of_the_chunk_before_are_gone(reduction: str) -> None:
+    made = inputs(torch.float32)
+    with Logits() as logits:
+        linear_cross_entropy(**made, reduction=reduction, chunk=4).sum().backward()
+    assert len(logits.seen) >= 4 and logits.most == 1
+
+
+@pytest.mark.parametrize("accumulate", ["fp32", "weight"])
+def test_the_weights_gradient_is_there_once(accumulate: str) -> None:
+    """Neither in two dtypes, nor with and without the divisor of the mean."""
+    made = inputs(torch.bfloat16)
+    made["weight"] = torch.randn(512, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    linear_cross_entropy(**made, accumulate=accumulate, chunk=4).backward()
+    gradient = made["weight"].grad
+    assert gradient.untyped_storage().nbytes() == gradient.numel() * (4 if accumulate == "fp32" else 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(0, 3), (1,), (3, 5), (1025, 1024), (3, 2**20 - 1)])
+def test_scaling_in_place_loses_nothing(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    expected = (gradient * 0.3).to(dtype)
+    memory = gradient.untyped_storage().data_ptr()
+    found = scaled_in_place(gradient, torch.tensor(0.3), dtype)
+    assert found.dtype == dtype and found.shape == expected.shape and found.is_contiguous()
+    assert torch.equal(found, expected) and found.untyped_storage().data_ptr() == memory
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_retained_graph_gives_the_same_gradients_again(reduction: str) -> None:
+    made = inputs(torch.bfloat16, bias=True)
+    wanted = [made["x"], made["weight"], made["bias"]]
+    loss = linear_cross_entropy(**made, reduction=reduction, chunk=4).sum()
+    first = [g.clone() for g in torch.autograd.grad(loss, wanted, retain_graph=True)]
+    for factor in (1.0, 2.0):
+        again = torch.autograd.grad(factor * loss, wanted, retain_graph=True)
+        for one, other in zip(first, again, strict=True):
+            torch.testing.assert_close(factor * one, other, rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize(("tokens", "most"), [(0, 7), (1, 7), (8192, 1766), (8192, 2048), (300, 128), (300, 100)])
+def test_chunks_are_about_equal_and_whole_tiles(tokens: int, most: int) -> None:
+    chunks = list(chunks_of(tokens, most))
+    lengths = [len(range(tokens)[part]) for part in chunks]
+    assert sum(lengths) == tokens and all(0 < length <= most for length in lengths)
+    assert [part.start for part in chunks] == [sum(lengths[:n]) for n in range(len(lengths))]
+    assert len(chunks) == -(-tokens // most) or most < 128
+    assert most < 128 or all(length % 128 == 0 for length in lengths[:-1])
 
 
 def test_chunks_are_smaller_where_the_formula_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:

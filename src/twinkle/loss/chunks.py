@@ -5,7 +5,7 @@ Shapes throughout: ``x [T, H]``, ``weight [V, H]``, ``bias [V]``, ``target [T]``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -19,7 +19,10 @@ Found = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 class Settings(NamedTuple):
-    """What is computed, and how: see :func:`twinkle.loss.linear_cross_entropy`; :func:`mean_of` a sum is the mean."""
+    """What is computed, and how: see :func:`twinkle.loss.linear_cross_entropy`; :func:`mean_of` a sum is the mean.
+
+    ``chunk`` is the most tokens at a time.
+    """
 
     recipe: Recipe
     reduction: Reduction
@@ -39,6 +42,8 @@ def evaluate(
 ) -> tuple[torch.Tensor, Found]:
     """The loss, and its gradients where it is one number; they are of the dtypes that they were summed up in.
 
+    They are the caller's, to be overwritten by :func:`scaled_in_place`.
+
     Args:
         wanted: which of ``x``, ``weight`` and ``bias`` get a gradient.
     """
@@ -49,12 +54,12 @@ def evaluate(
     # Without the gradient that will come, and a mean's divisor with it: shares of many tokens are too small for fp16.
     one = torch.ones((), dtype=wide, device=x.device) if gradients else None
     losses = torch.empty(target.shape, dtype=wide, device=x.device)
-    for at in range(0, x.shape[0], chunk):
-        part = slice(at, at + chunk)
+    for part in chunks_of(x.shape[0], chunk):
         logits = torch.nn.functional.linear(x[part], weight, bias)
         upstream = None if one is None else one.expand(logits.shape[0])
         losses[part] = token_losses(logits, target[part], class_weight, recipe, upstream, backend)
         gradients.add(part, logits)  # logits are their gradient now
+        del logits  # before the next ones are made: the two would be most of what the loss takes
     return losses if reduction == "none" else losses.sum(), gradients.found
 
 
@@ -72,11 +77,11 @@ def differentiate(
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     class_weight = None if class_weight is None else class_weight.to(x.device, wide)
     gradients = _Gradients(x, weight, bias, wanted, settings.accumulate)
-    for at in range(0, x.shape[0], settings.chunk):
-        part = slice(at, at + settings.chunk)
+    for part in chunks_of(x.shape[0], settings.chunk):
         logits = torch.nn.functional.linear(x[part], weight, bias)
         token_losses(logits, target[part], class_weight, settings.recipe, upstream[part], settings.backend)
         gradients.add(part, logits)
+        del logits
     dx, dw, db = gradients.found
     return (
         None if dx is None else dx.to(x.dtype),
@@ -98,9 +103,35 @@ def mean_of(
     return total / divisor.where(some, 1) + torch.zeros_like(total).where(some, torch.nan)
 
 
-def scaled(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The product in another dtype, in one pass. The factor, a scalar, isn't rounded to the gradient's dtype."""
-    return torch.mul(gradient, factor.reshape((1,) * gradient.dim()), out=torch.empty_like(gradient, dtype=dtype))
+def scaled_in_place(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The product in a dtype that is as wide or narrower, in the gradient's own memory, whose values are lost.
+
+    Args:
+        gradient: contiguous.
+        factor: a scalar, not rounded to the gradient's dtype.
+    """
+    factor = factor.reshape((1,))
+    wide = gradient.view(-1)
+    narrow = wide.view(dtype)[: wide.numel()]
+    # What is written must have been read before, and not lie in what is read at the same time. A narrower result ends
+    # before the place where its inputs begin, if it is at most as long as what was written before it.
+    done = wide.numel() if dtype == gradient.dtype else min(wide.numel(), 2**20)
+    if dtype == gradient.dtype:
+        torch.mul(wide, factor, out=narrow)
+    else:
+        narrow[:done] = wide[:done] * factor
+    while done < wide.numel():
+        part = slice(done, 2 * done)
+        torch.mul(wide[part], factor, out=narrow[part])
+        done *= 2
+    return narrow.view(gradient.shape)
+
+
+def chunks_of(tokens: int, most: int) -> Iterator[slice]:
+    """Chunks of about equal length, in whole tiles of a matrix product where they can be."""
+    size = -(-tokens // max(1, -(-tokens // most)))
+    size = min(-(-size // 128) * 128, most)
+    return (slice(at, at + size) for at in range(0, tokens, max(1, size)))
 
 
 class _Gradients:
@@ -116,33 +147,37 @@ class _Gradients:
     ) -> None:
         self.x, self.weight = x, weight
         wide = torch.promote_types(weight.dtype, torch.float32)
-        dtype = wide if accumulate == "fp32" else weight.dtype
-        self.dx = torch.empty_like(x) if wanted[0] else None
-        self.dw = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if wanted[1] else None
+        self.dtype = wide if accumulate == "fp32" else weight.dtype
+        self.wants_dw = wanted[1]
+        self.dx = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted[0] else None
+        self.dw: torch.Tensor | None = None
         self.db = torch.zeros(weight.shape[:1], dtype=wide, device=weight.device) if wanted[2] else None
 
     def __bool__(self) -> bool:
-        return any(gradient is not None for gradient in self.found)
+        return self.dx is not None or self.wants_dw or self.db is not None
 
     @property
     def found(self) -> Found:
+        if self.wants_dw and self.dw is None:  # there were no tokens
+            self.dw = torch.zeros(self.weight.shape, dtype=self.dtype, device=self.weight.device)
         return self.dx, self.dw, self.db
 
     def add(self, part: slice, dlogits: torch.Tensor) -> None:
         """Takes in a chunk's gradient of the logits, ``[tokens, V]``."""
         if self.dx is not None:
             torch.mm(dlogits, self.weight, out=self.dx[part])
-        if self.dw is not None:
-            _add_product(self.dw, dlogits.t(), self.x[part])
+        if self.wants_dw:
+            self.dw = _add_product(self.dw, dlogits.t(), self.x[part], self.dtype)
         if self.db is not None:
             self.db += dlogits.sum(0, dtype=self.db.dtype)
 
 
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """``total += a @ b``, where ``total`` may be of a wider dtype than the factors."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    elif total.is_cuda and torch.version.hip is None:  # cuBLAS adds to fp32 what it multiplies in bf16 or fp16
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+def _add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``total + a @ b``, in place where there is a total; ``dtype`` may be wider than that of the factors."""
+    # cuBLAS adds to fp32 what it multiplies in bf16 or fp16.
+    if dtype != a.dtype and a.is_cuda and torch.version.hip is None:
+        if total is None:
+            return torch.mm(a, b, out_dtype=dtype)
+        return torch.addmm(total, a, b, out_dtype=dtype, out=total)
+    a, b = a.to(dtype), b.to(dtype)
+    return a @ b if total is None else total.addmm_(a, b)

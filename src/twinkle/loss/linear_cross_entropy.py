@@ -13,7 +13,7 @@ import torch
 from torch.compiler import is_compiling
 
 from twinkle.loss import traced
-from twinkle.loss.chunks import Accumulation, Settings, differentiate, evaluate, mean_of, scaled
+from twinkle.loss.chunks import Accumulation, Settings, differentiate, evaluate, mean_of, scaled_in_place
 from twinkle.loss.token_losses import Backend, Recipe, backend_for
 
 __all__ = ["linear_cross_entropy"]
@@ -67,7 +67,7 @@ def linear_cross_entropy(
         accumulate: where the weight's gradient is summed up over the chunks: in ``"fp32"``, where the error doesn't
             grow with their number, or in the dtype of the ``"weight"``, which takes half of the memory; it is a sum
             over all tokens also for a mean, which fp16 may not hold.
-        chunk: tokens at a time; chosen from V and the backend when None.
+        chunk: the most tokens at a time; chosen from V and the backend when None.
         backend: what computes the losses from a chunk's logits: ``"triton"``, for fp32, bf16 and fp16 on a GPU, or
             ``"torch"``, the formula written out; the better one when None.
 
@@ -164,26 +164,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         loss, gradients = evaluate(x, weight, bias, target, class_weight, settings, ctx.needs_input_grad[:3])
         ctx.settings = settings
-        if settings.reduction == "none":
-            ctx.save_for_backward(x, weight, bias, target, class_weight)
-        else:
-            ctx.save_for_backward(*gradients)
-            ctx.dtypes = [None if t is None else t.dtype for t in (x, weight, bias)]
+        ctx.dtypes = [None if t is None else t.dtype for t in (x, weight, bias)]
+        ctx.gradients = None if settings.reduction == "none" else gradients
+        ctx.save_for_backward(x, weight, bias, target, class_weight)
         return loss
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():  # what was computed in the forward has no graph: a part would be missing silently
             raise RuntimeError("linear_cross_entropy: its gradient can't be differentiated again (create_graph=True)")
-        if ctx.settings.reduction == "none":
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:  # of tokens' losses; or the second backward through a graph that was retained
             x, weight, bias, target, class_weight = ctx.saved_tensors
             wanted = ctx.needs_input_grad[:3]
+            upstream = upstream.expand(target.shape)
             found: tuple[torch.Tensor | None, ...] = differentiate(
                 x, weight, bias, target, class_weight, upstream, ctx.settings, wanted
             )
         else:
             found = tuple(
-                None if gradient is None else scaled(gradient, upstream, dtype)
-                for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+                None if gradient is None else scaled_in_place(gradient, upstream, dtype)
+                for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
             )
         return (*found, *(None,) * 3)

@@ -30,11 +30,11 @@ def _capped(x, scale, softcap, SOFTCAP: tl.constexpr):
 @triton.jit
 def token_losses_kernel(
     logits_ptr, target_ptr, class_weight_ptr, upstream_ptr, loss_ptr,
-    classes, stride, upstream_stride, total_weight, ignore_index, smoothing, z_loss, scale, softcap,
+    classes, stride, upstream_stride, total_weight, ignore_index, hard_share, smoothing, z_loss, scale, softcap,
     HAS_WEIGHT: tl.constexpr, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``smoothing`` is divided by the number of classes in it; ``total_weight`` is the class weights' sum."""
+    """``smoothing`` is divided by the classes in it, ``hard_share`` the rest; ``total_weight`` sums the class weights."""
     token = tl.program_id(0).to(tl.int64)
     row = logits_ptr + token * stride
     target = tl.load(target_ptr + token)
@@ -42,7 +42,17 @@ def token_losses_kernel(
     target = tl.where(counts, target, 0)
     known_class = (target >= 0) & (target < classes)
 
-    # Of each lane the largest so far, the sum of exponentials relative to it, and the weighted sum.
+    # The loss of a class that there isn't is NaN.
+    z_target, _ = _capped(tl.load(row + target, mask=known_class, other=float("nan")), scale, softcap, SOFTCAP)
+    # Smoothing sums up distances from the largest of the first logits: nearly all of one sign, so that nothing cancels.
+    base = 0.0
+    if SMOOTHING:
+        at = tl.arange(0, BLOCK)
+        z, _ = _capped(tl.load(row + at, mask=at < classes, other=0.0), scale, softcap, SOFTCAP)
+        base = tl.max(tl.where(at < classes, z, float("-inf")), axis=0)
+        base = tl.where(base == float("-inf"), 0.0, base)
+
+    # Of each lane the largest so far, the sum of exponentials relative to it, and the weighted distances.
     largest = tl.full((BLOCK,), float("-inf"), tl.float32)
     exponentials = tl.zeros((BLOCK,), tl.float32)
     weighted = tl.zeros((BLOCK,), tl.float32)
@@ -57,22 +67,20 @@ def token_losses_kernel(
         largest = larger
         if SMOOTHING:
             w = tl.load(class_weight_ptr + at, mask=at < classes, other=0.0) if HAS_WEIGHT else 1.0
-            weighted += tl.where(at < classes, w * z, 0.0)
+            weighted += w * tl.where(at < classes, base - z, 0.0)
     most = tl.max(largest, axis=0)
     known = tl.where(most == float("-inf"), 0.0, most)
     log_sum = tl.log(tl.sum(exponentials * tl.exp(largest - known), axis=0))
     lse = known + log_sum
 
-    # The loss of a class that there isn't is NaN.
-    z_target, _ = _capped(tl.load(row + target, mask=known_class, other=float("nan")), scale, softcap, SOFTCAP)
-    hard = 1.0 - smoothing * classes
+    hard = hard_share
     if HAS_WEIGHT:
         hard *= tl.load(class_weight_ptr + target, mask=known_class, other=0.0)
     soft = smoothing * total_weight
     # Not by z - lse: what is lost in it where both are large would be a relative error of every probability.
     loss = hard * (known - z_target + log_sum) + z_loss * lse * lse
     if SMOOTHING:
-        loss += soft * lse - smoothing * tl.sum(weighted, axis=0)
+        loss += soft * (known - base + log_sum) + smoothing * tl.sum(weighted, axis=0)
     tl.store(loss_ptr + token, tl.where(counts, loss, 0.0))
 
     if GRADIENT:
@@ -81,10 +89,11 @@ def token_losses_kernel(
         for start in range(0, classes, BLOCK):
             at = start + tl.arange(0, BLOCK)
             z, slope = _capped(tl.load(row + at, mask=at < classes, other=0.0), scale, softcap, SOFTCAP)
-            gradient = tl.exp(z - known - log_sum) * factor - tl.where(at == target, hard, 0.0)
+            gradient = tl.exp(z - known - log_sum) * factor
             if SMOOTHING:
                 w = tl.load(class_weight_ptr + at, mask=at < classes, other=0.0) if HAS_WEIGHT else 1.0
                 gradient -= smoothing * w
+            gradient -= tl.where(at == target, hard, 0.0)
             gradient = tl.where(counts, gradient * slope * worth, 0.0)
             tl.store(row + at, gradient.to(logits_ptr.dtype.element_ty), mask=at < classes)
 
@@ -107,7 +116,8 @@ def token_losses(
         token_losses_kernel[(tokens,)](
             logits, target, class_weight, upstream, losses,
             classes, logits.stride(0), 0 if upstream is None else upstream.stride(0), total, recipe.ignore_index,
-            recipe.label_smoothing / classes, recipe.z_loss, recipe.scale, recipe.softcap or 0.0,
+            1.0 - recipe.label_smoothing, recipe.label_smoothing / classes, recipe.z_loss, recipe.scale,
+            recipe.softcap or 0.0,
             HAS_WEIGHT=class_weight is not None, SMOOTHING=recipe.label_smoothing != 0.0,
             SOFTCAP=recipe.softcap is not None, GRADIENT=upstream is not None,
             BLOCK=block, num_warps=max(1, min(16, block // 256)),

@@ -1,7 +1,8 @@
 """The ``triton`` backend of ``swiglu`` and ``geglu``: the activation and the product in one launch each way.
 
 A fused gate-and-up projection is read in place, and its gradient is written in place of the projection's output layout,
-so that autograd has nothing to concatenate.
+so that autograd has nothing to concatenate. A large product isn't kept for the down projection's backward: it is
+computed again from gate and up, which the kernel keeps anyway.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import triton
 from torch import nn
 from torch.compiler import is_compiling
 
+from twinkle.kernel.ops.computed_again import computed_again
 from twinkle.kernel.ops.derived import layer
 from twinkle.kernel.ops.glu import triton_kernels as kernels
 from twinkle.kernel.ops.glu.reference import ACTIVATIONS
@@ -234,18 +236,23 @@ def load(target: Any, site: Site) -> type[nn.Module]:
 
         def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
             gate_up = getattr(self, fused)(x)
-            if _fused_reason(gate_up) is None:
-                return getattr(self, down)(_fused_product(gate_up, activation))
             gate, up = gate_up.chunk(2, dim=-1)
-            return getattr(self, down)(eager(gate) * up)
+            if _fused_reason(gate_up) is not None:
+                return getattr(self, down)(eager(gate) * up)
+            product = _fused_product(gate_up, activation)
+            with computed_again(product, lambda: _eager_forward(gate, up, activation)):
+                return getattr(self, down)(product)
 
     else:
         gate_name, up_name, _ = variant.projections
 
         def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
             gate, up = getattr(self, gate_name)(x), getattr(self, up_name)(x)
-            product = _product(gate, up, activation) if _reason(gate, up) is None else eager(gate) * up
-            return getattr(self, down)(product)
+            if _reason(gate, up) is not None:
+                return getattr(self, down)(eager(gate) * up)
+            product = _product(gate, up, activation)
+            with computed_again(product, lambda: _eager_forward(gate, up, activation)):
+                return getattr(self, down)(product)
 
     def accepts_call(self: Any, x: torch.Tensor) -> str | None:
         return call_reason(x) or too_few(x)

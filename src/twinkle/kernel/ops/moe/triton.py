@@ -100,8 +100,16 @@ def _gradients(
     if needed[5] and down_bias is not None:
         shares = torch.zeros(x.shape[0], len(down_bias), dtype=torch.float32, device=x.device)
         shares.scatter_add_(1, expert, weights.float().where(known, 0))
-        found[5] = (shares.t() @ grad.float()).to(down_bias.dtype)
+        found[5] = _summed_over_tokens(shares, grad.float()).to(down_bias.dtype)
     return [gradient if wanted else None for gradient, wanted in zip(found, needed, strict=True)]
+
+
+def _summed_over_tokens(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``a.T @ b`` in some partial sums: the error of one long sum would show in fp32."""
+    parts = max(1, min(32, len(a) // 64))
+    whole = len(a) // parts * parts
+    sums = torch.bmm(a[:whole].view(parts, -1, a.shape[1]).mT, b[:whole].view(parts, -1, b.shape[1]))
+    return sums.sum(0) + a[whole:].t() @ b[whole:]
 
 
 def _with_dense_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,52 @@
+"""What a layer saves for its backward, computed again instead, where that is cheap and the memory is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.compiler import is_compiling
+
+WORTH_BYTES = 2**24
+"""Results of fewer bytes are kept: they would cost more time of the host than the memory is worth."""
+
+_NOTHING = nullcontext()
+
+
+class _Recipe(NamedTuple):
+    compute: Callable[[], torch.Tensor]
+    shape: torch.Size
+
+
+def computed_again(result: torch.Tensor, compute: Callable[[], torch.Tensor]) -> AbstractContextManager[Any]:
+    """Within it, whoever saves ``result`` for a backward saves how to compute it.
+
+    Others' hooks for saved tensors have precedence: within activation checkpointing or offloading, and where PyTorch
+    forbids such hooks, everything is saved as ever. A compiler decides for itself what it computes again.
+
+    Args:
+        result: contiguous.
+        compute: gives ``result`` again, without a graph; what it reads must be there until the backward in any case.
+    """
+    if is_compiling() or not torch.is_grad_enabled() or not result.requires_grad or result.nbytes < WORTH_BYTES:
+        return _NOTHING
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        return _NOTHING
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        return _NOTHING
+    begin, elements = result.data_ptr(), result.numel()
+
+    def pack(saved: torch.Tensor) -> torch.Tensor | _Recipe:
+        """A linear layer saves its input as a matrix."""
+        same = saved.data_ptr() == begin and saved.numel() == elements and saved.is_contiguous()
+        return _Recipe(compute, saved.shape) if same and saved.dtype == dtype else saved
+
+    dtype = result.dtype
+    return saved_tensors_hooks(pack, _unpack)
+
+
+def _unpack(packed: torch.Tensor | _Recipe) -> torch.Tensor:
+    return packed if isinstance(packed, torch.Tensor) else packed.compute().view(packed.shape)
