@@ -34,7 +34,7 @@ def token_losses_kernel(
     HAS_WEIGHT: tl.constexpr, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``smoothing`` is divided by the classes in it, ``hard_share`` the rest; ``total_weight`` sums the class weights."""
+    """``smoothing`` is divided by the classes in it, ``hard_share`` the rest; ``total_weight`` sums the weights."""
     token = tl.program_id(0).to(tl.int64)
     row = logits_ptr + token * stride
     target = tl.load(target_ptr + token)
