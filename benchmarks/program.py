@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from twinkle.bench.clocks import synchronize, use
+from twinkle.bench.clocks import clock_for, synchronize, use
 from twinkle.bench.results import Run
 
 
@@ -54,19 +53,22 @@ def progress(done: int, total: int, label: str) -> None:
 
 
 def timed_rounds(step: Callable[[], Any], device: torch.device, rounds: int) -> tuple[list[float], float | None]:
-    """Milliseconds of each of some steps, and the most memory in GB that they needed; None on a CPU. Warm up first."""
-    module = None if device.type == "cpu" else torch.get_device_module(device)
-    synchronize(device)
-    if module:
-        module.reset_peak_memory_stats()
-    ms = []
-    for _ in range(rounds):
+    """Milliseconds of each of some steps, and the most memory in GB that one needed; None on a CPU. Warm up first."""
+    peak = None
+    if device.type != "cpu":
         synchronize(device)
-        begin = time.perf_counter()
+        module = torch.get_device_module(device)
+        module.reset_peak_memory_stats()
         step()
         synchronize(device)
-        ms.append((time.perf_counter() - begin) * 1e3)
-    return ms, round(module.max_memory_allocated() / 1e9, 3) if module else None
+        peak = round(module.max_memory_allocated() / 1e9, 3)
+    clock = clock_for(device)  # after that: it holds memory of its own
+    ms = []
+    for _ in range(rounds):
+        read = clock.start(step, 1)
+        clock.wait()
+        ms.append(read())
+    return ms, peak
 
 
 def sized(

@@ -21,6 +21,7 @@ from twinkle.kernel.ops.moe import torch_products, triton_launch, triton_product
 from twinkle.kernel.ops.moe import triton as backend
 from twinkle.kernel.ops.moe.experts_reference import Gate, MoeExpertsVariant, moe_experts
 from twinkle.kernel.ops.moe.routing import route
+from twinkle.kernel.ops.moe.triton_routing import route as triton_route
 from twinkle.kernel.report import report, short
 from twinkle.kernel.undo import unkernelize
 from twinkle.kernel.verify import allowed_error_used
@@ -232,12 +233,28 @@ def test_its_gradient_can_be_differentiated() -> None:
     assert allowed_error_used(found, theirs, exact) <= 1
 
 
-def test_the_route() -> None:
+@pytest.mark.parametrize("find", [route, triton_route])
+def test_the_route(find: Any) -> None:
     index = torch.tensor([[2, 0], [4, 2], [0, -1], [2, 1]], device=DEVICE)
-    found = route(index, 4)
+    found = find(index, 4)
     assert found.ends.tolist() == [2, 3, 6, 6]
     assert found.slots[:6].tolist() == [1, 4, 7, 0, 3, 6], "by expert, in the tokens' order"
     assert found.places.tolist() == [[3, 0], [-1, 4], [1, -1], [5, 2]]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k"), [(1, 1, 1), (7, 3, 2), (200, 5, 3), (90, 128, 8), (40, 513, 4)]
+)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_the_route_in_programs_is_the_same(tokens: int, experts: int, top_k: int, dtype: torch.dtype) -> None:
+    """With experts that nobody chose, several blocks, and choices of experts that there are not."""
+    generator = torch.Generator().manual_seed(0)
+    index = torch.randint(-1, experts + 2, (tokens, top_k), generator=generator).to(DEVICE, dtype)
+    found, expected = triton_route(index.t().contiguous().t(), experts), route(index, experts)
+    count = int(expected.ends[-1])
+    assert torch.equal(found.ends, expected.ends) and torch.equal(found.places, expected.places)
+    assert torch.equal(found.slots[:count], expected.slots[:count]) and not found.slots[count:].any()
+    assert [t.dtype for t in found[:3]] == [t.dtype for t in expected[:3]] and found.top_k == top_k
 
 
 # --- whole models -----------------------------------------------------------------------------------------------------

@@ -13,14 +13,16 @@ pytest.importorskip("triton")
 import torch
 
 from tests.support.gpu_compiler import compiled_for_gpu
-from twinkle.kernel.ops.moe import triton_kernels, triton_launch
+from twinkle.kernel.ops.moe import triton_kernels, triton_launch, triton_routing
 from twinkle.loss import triton_token_losses
 
 pytestmark = pytest.mark.skipif(
     "TRITON_INTERPRET" in os.environ or torch.cuda.is_available(), reason="needs Triton's compiler, and a GPU runs them"
 )
 
-FLOATS = dict.fromkeys(("limit", "alpha", "offset", "smoothing", "z_loss", "scale", "softcap", "total_weight"), "fp32")
+FLOATS = dict.fromkeys(
+    ("limit", "alpha", "offset", "smoothing", "z_loss", "scale", "softcap", "total_weight", "hard_share"), "fp32"
+)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SHARED = 227 * 1024
 """What a program of an H200 may use of its multiprocessor's memory, in bytes."""
@@ -47,16 +49,16 @@ def tensors(dtype: str, **others: str) -> dict[str, str]:
     return types | {"slots_ptr": "*i64", "ends_ptr": "*i32", "places_ptr": "*i32", "share_ptr": "*fp32"} | others
 
 
-def compiled(function: Any, dtype: str, tiles: triton_launch.Tiles | None, **constants: Any) -> Any:
+def compiled(function: Any, dtype: str, tiles: triton_launch.Tiles | None, room: int = SHARED, **constants: Any) -> Any:
     options = {}
     if tiles is not None:
-        tiles = tiles.of(DTYPES[dtype])
+        tiles = tiles.within(room, DTYPES[dtype], weights=2 if function is triton_kernels.up_kernel else 1)
         options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
         shape = {"ROWS": tiles.rows, "COLUMNS": tiles.columns, "INNER": tiles.inner}
         constants |= {"PRECISION": "ieee" if dtype == "fp32" else "tf32"} | shape
         constants |= {"EXPERTS": 128, "GROUP": tiles.group} if "EXPERTS" in function.arg_names else {}
     program = compiled_for_gpu(function, tensors(dtype), constants, **options)
-    assert program.asm["cubin"] and program.metadata.shared <= SHARED
+    assert program.asm["cubin"] and program.metadata.shared <= room
     return program
 
 
@@ -74,6 +76,26 @@ def test_the_products_of_experts(dtype: str) -> None:
     for a_tokens in (True, False):
         tokens = {"A_TOKENS": a_tokens, "B_TOKENS": not a_tokens}
         compiled(triton_kernels.weight_kernel, dtype, triton_launch.WEIGHT, **tokens, **no_bias)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_on_a_gpu_with_less_shared_memory(dtype: str) -> None:
+    """99 KiB, as of GPUs for people who play."""
+    options = {"BIAS": False, "bias_ptr": None, "room": 99 * 1024}
+    compiled(triton_kernels.up_kernel, dtype, triton_launch.UP, KEEP=True, **options, **GATE)
+    compiled(triton_kernels.rows_kernel, dtype, triton_launch.ROWS, PARTS=1, **options)
+    compiled(triton_kernels.gate_backward_kernel, dtype, triton_launch.GATE_BACKWARD, room=99 * 1024, **GATE)
+    tokens = {"A_TOKENS": False, "B_TOKENS": True}
+    compiled(triton_kernels.weight_kernel, dtype, triton_launch.WEIGHT, **tokens, **options)
+
+
+def test_the_route() -> None:
+    types = {name: "*i32" for name in ("counts_ptr", "totals_ptr", "ends_ptr", "places_ptr")}
+    types |= {"index_ptr": "*i64", "slots_ptr": "*i64"}
+    shape = {"EXPERTS": 128, "BLOCK": triton_routing.CELLS // 128}
+    for function in (triton_routing.count_kernel, triton_routing.place_kernel):
+        assert compiled_for_gpu(function, types, shape, num_warps=8).asm["cubin"]
+    assert compiled_for_gpu(triton_routing.scan_kernel, types, {"BLOCKS": 512}, num_warps=4).asm["cubin"]
 
 
 def test_experts_of_another_kind() -> None:

@@ -128,9 +128,12 @@ def scaled_in_place(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.d
 
 
 def chunks_of(tokens: int, most: int) -> Iterator[slice]:
-    """Chunks of about equal length, in whole tiles of a matrix product where they can be."""
+    """Chunks of about equal length, in whole tiles of a matrix product where they can be.
+
+    Products of 1408 or 1664 tokens took a tenth longer per token on an H200 than those of 1280, 1536 or 2048.
+    """
     size = -(-tokens // max(1, -(-tokens // most)))
-    size = min(-(-size // 128) * 128, most)
+    size = min(-(-size // 256) * 256, most)
     return (slice(at, at + size) for at in range(0, tokens, max(1, size)))
 
 

@@ -33,12 +33,17 @@ def _has_grouped_mm(device: torch.device) -> bool:
 def up(
     x: torch.Tensor, to: Route, stacks: Stacks, variant: MoeExpertsVariant, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    projected = F.grouped_mm(_rows(x, to), _inwards(stacks[0], variant), offs=to.ends)
+    projected = F.grouped_mm(gathered(x, to), _inwards(stacks[0], variant), offs=to.ends)
     return launch.gate(projected, to, variant.gate), projected if keep else None
 
 
 def down(product: torch.Tensor, to: Route, stacks: Stacks, variant: MoeExpertsVariant) -> torch.Tensor:
     return F.grouped_mm(product, _inwards(stacks[1], variant), offs=to.ends)
+
+
+def gathered(tokens: torch.Tensor, to: Route) -> torch.Tensor:
+    """Each slot's token's row."""
+    return torch.index_select(tokens, 0, to.slots // to.top_k)
 
 
 def gate_backward(
@@ -49,7 +54,7 @@ def gate_backward(
     weights: torch.Tensor,
     projected: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    back = F.grouped_mm(_rows(grad, to), _inwards(stacks[1], variant).transpose(1, 2), offs=to.ends)
+    back = F.grouped_mm(grad, _inwards(stacks[1], variant).transpose(1, 2), offs=to.ends)
     return launch.gate_backward_rows(back, to, weights, projected, variant.gate)
 
 
@@ -60,7 +65,7 @@ def input_gradient(dprojected: torch.Tensor, to: Route, stacks: Stacks, variant:
 def first_gradient(
     dprojected: torch.Tensor, x: torch.Tensor, to: Route, stacks: Stacks, variant: MoeExpertsVariant
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    rows = _rows(x, to)
+    rows = gathered(x, to)
     pair = (rows, dprojected) if variant.transposed else (dprojected, rows)
     return _summed(*pair, to), None
 
@@ -68,13 +73,7 @@ def first_gradient(
 def second_gradient(
     grad: torch.Tensor, product: torch.Tensor, to: Route, stacks: Stacks, variant: MoeExpertsVariant
 ) -> torch.Tensor:
-    rows = _rows(grad, to)
-    return _summed(*((product, rows) if variant.transposed else (rows, product)), to)
-
-
-def _rows(tokens: torch.Tensor, to: Route) -> torch.Tensor:
-    """Each slot's token's row."""
-    return tokens[to.slots // to.top_k]
+    return _summed(*((product, grad) if variant.transposed else (grad, product)), to)
 
 
 def _inwards(stack: torch.Tensor, variant: MoeExpertsVariant) -> torch.Tensor:

@@ -17,7 +17,8 @@ from twinkle.kernel.ops.derived import layer
 from twinkle.kernel.ops.moe import torch_products, triton_products
 from twinkle.kernel.ops.moe import triton_launch as launch
 from twinkle.kernel.ops.moe.experts_reference import MoeExpertsVariant, Stacks, moe_experts, stacks_of
-from twinkle.kernel.ops.moe.routing import Route, route
+from twinkle.kernel.ops.moe.routing import Route
+from twinkle.kernel.ops.moe.triton_routing import route
 from twinkle.kernel.ops.triton_support import call_reason, device_reason, gradients_with_graph
 from twinkle.reasons import Reason
 
@@ -80,7 +81,8 @@ def _gradients(
 ) -> list[torch.Tensor | None]:
     """Of ``x``, the router's weights and the four stacks."""
     products = products_for(x, stacks, variant)
-    dprojected, product, share = products.gate_backward(grad, to, stacks, variant, weights, projected)
+    rows = products.gathered(grad, to)
+    dprojected, product, share = products.gate_backward(rows, to, stacks, variant, weights, projected)
     found: list[torch.Tensor | None] = [None] * 6
     if needed[0]:
         dx = products.input_gradient(dprojected, to, stacks, variant)
@@ -96,7 +98,7 @@ def _gradients(
     if needed[2] or needed[4]:
         found[2], found[4] = products.first_gradient(dprojected, x, to, stacks, variant)
     if needed[3]:
-        found[3] = products.second_gradient(grad, product, to, stacks, variant)
+        found[3] = products.second_gradient(rows, product, to, stacks, variant)
     if needed[5] and down_bias is not None:
         shares = torch.zeros(x.shape[0], len(down_bias), dtype=torch.float32, device=x.device)
         shares.scatter_add_(1, expert, weights.float().where(known, 0))

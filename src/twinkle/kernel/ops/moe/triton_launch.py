@@ -5,6 +5,7 @@ Everything here takes rows that lie expert by expert, see :class:`twinkle.kernel
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ import triton
 from twinkle.kernel.ops.moe import triton_kernels as kernels
 from twinkle.kernel.ops.moe.experts_reference import Gate
 from twinkle.kernel.ops.moe.routing import Route
-from twinkle.kernel.ops.triton_programs import on_device
+from twinkle.kernel.ops.triton_programs import Launch, Memory, Program, on_device
 
 
 class Projection(NamedTuple):
@@ -58,16 +59,40 @@ class Tiles(NamedTuple):
     stages: int
     group: int = 8
 
-    def of(self, dtype: torch.dtype) -> Tiles:
-        """The same for another dtype than those of two bytes: as much memory is there for what is summed at a time."""
-        return self._replace(inner=max(16, self.inner * 2 // dtype.itemsize))
+    def within(self, room: int, dtype: torch.dtype, weights: int = 1) -> Tiles:
+        """The same for another dtype than those of two bytes, and for a GPU with less shared memory.
+
+        Args:
+            room: bytes of shared memory that a program may have.
+            weights: how many tiles of weights are multiplied with one of rows.
+        """
+        tiles = self._replace(inner=max(16, self.inner * 2 // dtype.itemsize))
+
+        def bytes_of(tiles: Tiles) -> int:
+            return (tiles.rows + weights * tiles.columns) * tiles.inner * dtype.itemsize * tiles.stages
+
+        while bytes_of(tiles) > room and tiles.stages > 2:
+            tiles = tiles._replace(stages=tiles.stages - 1)
+        while bytes_of(tiles) > room and tiles.columns > 32:
+            tiles = tiles._replace(columns=tiles.columns // 2)
+        return tiles
 
 
-# Without spilled registers on an H200, by the compiler's word; none of them is measured yet.
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that one program may have."""
+    if device.type != "cuda":
+        return 2**16
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 2**16))
+
+
+# The best of four or five each on an H200, 65,536 rows of 128 experts, hidden size 2048 and width 768, bf16.
 UP = Tiles(128, 128, 64, 8, 4)
-ROWS = Tiles(128, 128, 64, 8, 4)
-GATE_BACKWARD = Tiles(128, 64, 64, 8, 4)
-WEIGHT = Tiles(128, 128, 64, 8, 3)
+ROWS = Tiles(128, 256, 64, 8, 3)
+GATE_BACKWARD = Tiles(128, 128, 64, 8, 4)
+WEIGHT = Tiles(128, 128, 64, 8, 4)
+
+_programs: Memory[Program] = Memory()
 
 
 def _row_tiles(route: Route, tiles: Tiles) -> int:
@@ -81,7 +106,6 @@ def _precision(dtype: torch.dtype) -> str:
 
 def _grouped(route: Route, tiles: Tiles, dtype: torch.dtype) -> dict[str, Any]:
     """The compile-time values that the grouped programs share."""
-    tiles = tiles.of(dtype)
     return {
         "PRECISION": _precision(dtype),
         "EXPERTS": triton.next_power_of_2(route.ends.numel()),
@@ -113,7 +137,7 @@ def up(
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``[S, I]`` gated products of ``x [T, H]``, and with ``keep`` both projections ``[S, 2 I]``."""
-    total, tiles = route.slots.numel(), UP
+    total, tiles = route.slots.numel(), UP.within(_shared_memory(x.device), x.dtype, weights=2)
     out = torch.empty(total, width, dtype=x.dtype, device=x.device)
     gate_up = torch.empty(total, 2 * width, dtype=x.dtype, device=x.device) if keep else None
     row_tiles, column_tiles = _row_tiles(route, tiles), triton.cdiv(width, tiles.columns)
@@ -139,7 +163,7 @@ def rows(
     parts: int = 1,
 ) -> torch.Tensor:
     """``[S, N]``: each row of ``a [S, parts * K]`` times its expert's weight."""
-    tiles = ROWS
+    tiles = ROWS.within(_shared_memory(a.device), a.dtype)
     out = torch.empty(a.shape[0], width, dtype=a.dtype, device=a.device)
     row_tiles, column_tiles = _row_tiles(route, tiles), triton.cdiv(width, tiles.columns)
     inner = a.shape[1] // parts
@@ -157,12 +181,14 @@ def combine(y: torch.Tensor, route: Route, weights: torch.Tensor | None, dtype: 
     """``[T, H]``: for each token the sum of its slots' rows of ``y [S, H]``, weighted by ``weights [T, K]``."""
     tokens, width = route.places.shape[0], y.shape[1]
     out = torch.empty(tokens, width, dtype=dtype, device=y.device)
-    columns = min(1024, triton.next_power_of_2(width))
-    with on_device(y):
-        kernels.combine_kernel[(tokens, triton.cdiv(width, columns))](
-            y, route.places, weights, out, width, route.top_k, out.stride(0),
-            WEIGHTED=weights is not None, COLUMNS=columns, num_warps=4,
-        )  # fmt: skip
+    key = ("combine", y.shape, y.dtype, tokens, None if weights is None else weights.dtype, dtype, y.device)
+    program = _programs.get(key)
+    if program is None:
+        columns = min(1024, triton.next_power_of_2(width))
+        constants = {"WEIGHTED": weights is not None, "COLUMNS": columns}
+        launch = Launch((tokens, triton.cdiv(width, columns)), (width, route.top_k, width), constants, 4)
+        program = _programs.add(key, Program(kernels.combine_kernel, launch))
+    program(y, route.places, weights, out)
     return out
 
 
@@ -176,7 +202,7 @@ def gate_backward(
     gate: Gate,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradient of both projections ``[S, 2 I]``, weighted gated products ``[S, I]``, gradient of ``weights [S]``."""
-    total, tiles = route.slots.numel(), GATE_BACKWARD
+    total, tiles = route.slots.numel(), GATE_BACKWARD.within(_shared_memory(grad.device), grad.dtype)
     width = gate_up.shape[1] // 2
     dgate_up = torch.empty_like(gate_up)
     product = torch.empty(total, width, dtype=gate_up.dtype, device=grad.device)
@@ -206,7 +232,7 @@ def weight_gradient(
     b_by_token: bool = False,
 ) -> None:
     """Writes ``a.T @ b`` over each expert's rows into ``out``; and the sums of ``a``'s rows into ``bias``."""
-    tiles = WEIGHT.of(a.dtype)
+    tiles = WEIGHT.within(_shared_memory(a.device), a.dtype)
     height, width = a.shape[1], b.shape[1]
     height_tiles, width_tiles = triton.cdiv(height, tiles.rows), triton.cdiv(width, tiles.columns)
     where = bias_at or Projection(0, 0, 0)
@@ -226,12 +252,14 @@ def gate(gate_up: torch.Tensor, route: Route, kind: Gate) -> torch.Tensor:
     """``[S, I]`` gated products of both projections ``[S, 2 I]``, gate first."""
     total, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(total, width, dtype=gate_up.dtype, device=gate_up.device)
-    numbers, constants = _gate(kind)
-    columns = min(1024, triton.next_power_of_2(width))
-    with on_device(gate_up):
-        kernels.gate_kernel[(total, triton.cdiv(width, columns))](
-            gate_up, route.ends, out, route.ends.numel(), width, *numbers, COLUMNS=columns, num_warps=4, **constants
-        )
+    key = ("gate", gate_up.shape, gate_up.dtype, len(route.ends), kind, gate_up.device)
+    program = _programs.get(key)
+    if program is None:
+        numbers, constants = _gate(kind)
+        constants["COLUMNS"] = columns = min(1024, triton.next_power_of_2(width))
+        launch = Launch((total, triton.cdiv(width, columns)), (len(route.ends), width, *numbers), constants, 4)
+        program = _programs.add(key, Program(kernels.gate_kernel, launch))
+    program(gate_up, route.ends, out)
     return out
 
 
@@ -242,11 +270,12 @@ def gate_backward_rows(
     total, width = back.shape
     dgate_up, product = torch.empty_like(gate_up), torch.empty_like(back)
     share = torch.empty(total, dtype=torch.float32, device=back.device)
-    numbers, constants = _gate(kind)
-    columns = min(1024, triton.next_power_of_2(width))
-    with on_device(back):
-        kernels.gate_backward_rows_kernel[(total,)](
-            back, route.slots, route.ends, weights, gate_up, dgate_up, product, share,
-            route.ends.numel(), width, *numbers, COLUMNS=columns, num_warps=4, **constants,
-        )  # fmt: skip
+    key = ("gate_backward", back.shape, back.dtype, weights.dtype, len(route.ends), kind, back.device)
+    program = _programs.get(key)
+    if program is None:
+        numbers, constants = _gate(kind)
+        constants["COLUMNS"] = min(1024, triton.next_power_of_2(width))
+        launch = Launch((total,), (len(route.ends), width, *numbers), constants, 4)
+        program = _programs.add(key, Program(kernels.gate_backward_rows_kernel, launch))
+    program(back, route.slots, route.ends, weights, gate_up, dgate_up, product, share)
     return dgate_up, product, share

@@ -30,6 +30,11 @@ def down(product: torch.Tensor, to: Route, stacks: Stacks, variant: MoeExpertsVa
     return launch.rows(product, to, weight, launch.down_projection(weight, variant.transposed), width, bias)
 
 
+def gathered(tokens: torch.Tensor, to: Route) -> torch.Tensor:
+    """What the functions below want of a gradient ``[T, H]``: here as it is; PyTorch's products need ``[S, H]``."""
+    return tokens
+
+
 def gate_backward(
     grad: torch.Tensor,
     to: Route,
@@ -38,7 +43,7 @@ def gate_backward(
     weights: torch.Tensor,
     projected: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """From the output's gradient ``[T, H]`` back to the projections.
+    """From the output's gradient, :func:`gathered`, back to the projections.
 
     Returns:
         the projections' gradient ``[S, 2 I]``, the gated products times the router's weights ``[S, I]``, and the
@@ -69,7 +74,7 @@ def first_gradient(
 def second_gradient(
     grad: torch.Tensor, product: torch.Tensor, to: Route, stacks: Stacks, variant: MoeExpertsVariant
 ) -> torch.Tensor:
-    """The gradient of the second stack, from weighted gated products."""
+    """The gradient of the second stack, from the output's, :func:`gathered`, and weighted gated products."""
     down = torch.empty_like(stacks[1])
     at = launch.down_projection(down, variant.transposed)
     launch.weight_gradient(grad, product, to, down, at, a_by_token=True)
