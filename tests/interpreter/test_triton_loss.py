@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from tests.support.triton_device import DEVICE, DTYPES, by_device, examples
 from twinkle.kernel.verify import allowed_error_used
-from twinkle.loss import triton_token_losses
+from twinkle.loss import triton_scaling, triton_token_losses
+from twinkle.loss.scaling import scaled_in_place
 from twinkle.loss.token_losses import Recipe, by_formula
 
 TOKENS = by_device(12, 200)
@@ -102,3 +103,15 @@ def test_no_tokens() -> None:
         torch.empty(0, 8, device=DEVICE), torch.empty(0, dtype=torch.int64, device=DEVICE), None, Recipe(), None
     )
     assert losses.shape == (0,)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scaling_in_place_is_pytorchs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_scaling, "BLOCK", by_device(2**16, 4096))
+    factor = torch.tensor(0.3, device=DEVICE)
+    for size in (0, 3, 2**20 + 5, 2**21 + 3):
+        values = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+        expected = (values * factor).to(dtype)
+        assert torch.equal(scaled_in_place(values.clone(), factor, dtype, "triton"), expected)
+    same = values.to(dtype)
+    assert torch.equal(scaled_in_place(same.clone(), factor, dtype, "triton"), (same.float() * factor).to(dtype))

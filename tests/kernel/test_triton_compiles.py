@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any
 
@@ -90,7 +91,7 @@ def test_on_a_gpu_with_less_shared_memory(dtype: str) -> None:
 
 
 def test_the_route() -> None:
-    types = {name: "*i32" for name in ("counts_ptr", "totals_ptr", "ends_ptr", "places_ptr")}
+    types = dict.fromkeys(("counts_ptr", "totals_ptr", "ends_ptr", "places_ptr"), "*i32")
     types |= {"index_ptr": "*i64", "slots_ptr": "*i64"}
     shape = {"EXPERTS": 128, "BLOCK": triton_routing.CELLS // 128}
     for function in (triton_routing.count_kernel, triton_routing.place_kernel):
@@ -110,16 +111,19 @@ def test_experts_of_another_kind() -> None:
 def test_what_lies_between_the_products(dtype: str) -> None:
     compiled(triton_kernels.gate_kernel, dtype, None, COLUMNS=1024, **GATE)
     compiled(triton_kernels.gate_backward_rows_kernel, dtype, None, COLUMNS=1024, **GATE)
+    compiled(triton_kernels.weighted_sums_kernel, dtype, None, ROWS=32, COLUMNS=128)
     compiled(triton_kernels.combine_kernel, dtype, None, WEIGHTED=True, COLUMNS=1024)
     compiled(triton_kernels.combine_kernel, dtype, None, WEIGHTED=False, weights_ptr=None, COLUMNS=1024)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("whole", [True, False])
-def test_the_losses_of_tokens(dtype: str, whole: bool) -> None:
+LOSSES = [*itertools.product(["bf16"], *[[True, False]] * 3), ("fp32", True, True, True), ("fp16", False, False, False)]
+
+
+@pytest.mark.parametrize(("dtype", "weight", "smoothing", "softcap"), LOSSES)
+def test_the_losses_of_tokens(dtype: str, weight: bool, smoothing: bool, softcap: bool) -> None:
     types = tensors(dtype, target_ptr="*i64", class_weight_ptr="*fp32", upstream_ptr="*fp32", loss_ptr="*fp32")
-    constants: dict[str, Any] = {"HAS_WEIGHT": whole, "SMOOTHING": whole, "SOFTCAP": whole, "GRADIENT": True}
-    if not whole:
+    constants: dict[str, Any] = {"HAS_WEIGHT": weight, "SMOOTHING": smoothing, "SOFTCAP": softcap, "GRADIENT": True}
+    if not weight:
         constants |= {"class_weight_ptr": None}
     block = {"BLOCK": triton_token_losses.BLOCK}
     program = compiled_for_gpu(triton_token_losses.token_losses_kernel, types, constants | block, num_warps=16)

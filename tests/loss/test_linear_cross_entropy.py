@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from twinkle.kernel.verify import allowed_error_used
 from twinkle.loss import linear_cross_entropy
-from twinkle.loss.chunks import chunks_of, scaled_in_place
+from twinkle.loss.chunks import chunks_of
+from twinkle.loss.scaling import scaled_in_place
 
 TOKENS, HIDDEN, CLASSES = 13, 8, 37
 
@@ -212,7 +213,7 @@ def test_scaling_in_place_loses_nothing(dtype: torch.dtype, shape: tuple[int, ..
     gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     expected = (gradient * 0.3).to(dtype)
     memory = gradient.untyped_storage().data_ptr()
-    found = scaled_in_place(gradient, torch.tensor(0.3), dtype)
+    found = scaled_in_place(gradient, torch.tensor(0.3), dtype, "torch")
     assert found.dtype == dtype and found.shape == expected.shape and found.is_contiguous()
     assert torch.equal(found, expected) and found.untyped_storage().data_ptr() == memory
 
@@ -229,14 +230,17 @@ def test_a_retained_graph_gives_the_same_gradients_again(reduction: str) -> None
             torch.testing.assert_close(factor * one, other, rtol=2e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize(("tokens", "most"), [(0, 7), (1, 7), (8192, 1316), (8192, 2048), (300, 256), (300, 100)])
-def test_chunks_are_about_equal_and_whole_tiles(tokens: int, most: int) -> None:
+@pytest.mark.parametrize(("tokens", "most"), [(0, 7), (1, 7), (300, 100), (1000, 1316), (8192, 1766), (5000, 1316)])
+def test_chunks_cover_all_tokens_and_none_is_too_long(tokens: int, most: int) -> None:
     chunks = list(chunks_of(tokens, most))
-    lengths = [len(range(tokens)[part]) for part in chunks]
-    assert sum(lengths) == tokens and all(0 < length <= most for length in lengths)
-    assert [part.start for part in chunks] == [sum(lengths[:n]) for n in range(len(lengths))]
-    assert len(chunks) == -(-tokens // most) or most < 256
-    assert most < 256 or all(length % 256 == 0 for length in lengths[:-1])
+    assert [token for part in chunks for token in range(tokens)[part]] == list(range(tokens))
+    assert all(len(range(tokens)[part]) <= most for part in chunks)
+
+
+def test_chunks_are_of_one_length_in_whole_tiles_where_they_can_be() -> None:
+    assert [part.start for part in chunks_of(8192, 1316)] == list(range(0, 8192, 1024))
+    assert [part.start for part in chunks_of(7680, 1316)] == list(range(0, 7680, 1280))
+    assert [part.start for part in chunks_of(5000, 1316)] == list(range(0, 5000, 1280)), "the shortest rest"
 
 
 def test_chunks_are_smaller_where_the_formula_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ import torch
 from torch.compiler import is_compiling
 
 from twinkle.loss import traced
-from twinkle.loss.chunks import Accumulation, Settings, differentiate, evaluate, mean_of, scaled_in_place
+from twinkle.loss.chunks import Accumulation, Settings, differentiate, evaluate, mean_of
+from twinkle.loss.scaling import scaled_in_place
 from twinkle.loss.token_losses import Backend, Recipe, backend_for
 
 __all__ = ["linear_cross_entropy"]
@@ -184,7 +185,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             )
         else:
             found = tuple(
-                None if gradient is None else scaled_in_place(gradient, upstream, dtype)
+                None if gradient is None else scaled_in_place(gradient, upstream, dtype, ctx.settings.backend)
                 for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
             )
         return (*found, *(None,) * 3)

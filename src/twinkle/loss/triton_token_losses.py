@@ -43,7 +43,9 @@ def token_losses_kernel(
     known_class = (target >= 0) & (target < classes)
 
     # The loss of a class that there isn't is NaN.
-    z_target, _ = _capped(tl.load(row + target, mask=known_class, other=float("nan")), scale, softcap, SOFTCAP)
+    z_target, _target_slope = _capped(
+        tl.load(row + target, mask=known_class, other=float("nan")), scale, softcap, SOFTCAP
+    )
     # Smoothing sums up distances from the largest of the first logits: nearly all of one sign, so that nothing cancels.
     base = 0.0
     if SMOOTHING:
@@ -121,5 +123,7 @@ def token_losses(
             HAS_WEIGHT=class_weight is not None, SMOOTHING=recipe.label_smoothing != 0.0,
             SOFTCAP=recipe.softcap is not None, GRADIENT=upstream is not None,
             BLOCK=block, num_warps=max(1, min(16, block // 256)),
+            # A fused multiplication keeps digits that its rounded twin has lost: the two would no longer cancel.
+            enable_fp_fusion=recipe.label_smoothing == 0.0,
         )  # fmt: skip
     return losses

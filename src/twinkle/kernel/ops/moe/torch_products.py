@@ -5,6 +5,8 @@ Its rows have to be there, so the tokens' are gathered first. See :mod:`twinkle.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
@@ -16,14 +18,19 @@ from twinkle.kernel.ops.moe.routing import Route
 def fits(x: torch.Tensor, stacks: Stacks, variant: MoeExpertsVariant) -> bool:
     """Whether it can take them: on a CPU or an NVIDIA GPU, bf16, gate first, no biases, rows of whole 16 bytes."""
     gate_up, down, *biases = stacks
-    plain = not variant.interleaved and all(bias is None for bias in biases)
+    plain = not variant.interleaved and biases[0] is None and biases[1] is None
     if x.dtype != torch.bfloat16 or not plain or not _has_grouped_mm(x.device):
         return False
-    sizes = (*gate_up.shape[1:], *down.shape[1:], gate_up.stride(0), down.stride(0))
-    aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (gate_up, down))
-    return aligned and all(size % 16 == 0 for size in sizes) and gate_up.stride(2) == down.stride(2) == 1
+    return _aligned(gate_up) and _aligned(down)
 
 
+def _aligned(stack: torch.Tensor) -> bool:
+    _, outer, inner = stack.shape
+    expert, _, column = stack.stride()
+    return column == 1 and not (outer % 16 or inner % 16 or expert % 16 or stack.data_ptr() % 16)
+
+
+@functools.cache
 def _has_grouped_mm(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)

@@ -28,6 +28,16 @@ if TYPE_CHECKING:
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
+def _results(
+    x: torch.Tensor, weights: torch.Tensor, stacks: Stacks, index: torch.Tensor, variant: MoeExpertsVariant, keep: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, Route]:
+    """The output, with ``keep`` both projections for the backward, and the route; rows of ``x`` are dense."""
+    to = route(index, stacks[0].shape[0])
+    products = products_for(x, stacks, variant)
+    product, projected = products.up(x, to, stacks, variant, keep)
+    return launch.combine(products.down(product, to, stacks, variant), to, weights, x.dtype), projected, to
+
+
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -43,13 +53,10 @@ class _Experts(torch.autograd.Function):
     ) -> torch.Tensor:
         stacks = gate_up, down, gate_up_bias, down_bias
         x, weights = _with_dense_rows(x), weights.contiguous()
-        to = route(index, gate_up.shape[0])
-        products = products_for(x, stacks, variant)
-        product, projected = products.up(x, to, stacks, variant, any(ctx.needs_input_grad))
-        y = products.down(product, to, stacks, variant)
+        out, projected, to = _results(x, weights, stacks, index, variant, any(ctx.needs_input_grad))
         ctx.variant = variant
         ctx.save_for_backward(x, weights, *stacks, index, projected, *to[:3])
-        return launch.combine(y, to, weights, x.dtype)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -100,18 +107,8 @@ def _gradients(
     if needed[3]:
         found[3] = products.second_gradient(rows, product, to, stacks, variant)
     if needed[5] and down_bias is not None:
-        shares = torch.zeros(x.shape[0], len(down_bias), dtype=torch.float32, device=x.device)
-        shares.scatter_add_(1, expert, weights.float().where(known, 0))
-        found[5] = _summed_over_tokens(shares, grad.float()).to(down_bias.dtype)
+        found[5] = launch.weighted_sums(grad, to, weights, down_bias)
     return [gradient if wanted else None for gradient, wanted in zip(found, needed, strict=True)]
-
-
-def _summed_over_tokens(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``a.T @ b`` in some partial sums: the error of one long sum would show in fp32."""
-    parts = max(1, min(32, len(a) // 64))
-    whole = len(a) // parts * parts
-    sums = torch.bmm(a[:whole].view(parts, -1, a.shape[1]).mT, b[:whole].view(parts, -1, b.shape[1]))
-    return sums.sum(0) + a[whole:].t() @ b[whole:]
 
 
 def _with_dense_rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -140,7 +137,10 @@ def load(target: Any, site: Site) -> type[nn.Module]:
         self: Any, hidden_states: torch.Tensor, top_k_index: Any = None, top_k_weights: Any = None
     ) -> torch.Tensor:
         stacks = stacks_of(self, variant)
-        return _Experts.apply(hidden_states, top_k_weights, *stacks, top_k_index, variant)  # type: ignore[no-any-return]
+        if torch.is_grad_enabled():
+            return _Experts.apply(hidden_states, top_k_weights, *stacks, top_k_index, variant)  # type: ignore[no-any-return]
+        rows, weights = _with_dense_rows(hidden_states), top_k_weights.contiguous()
+        return _results(rows, weights, stacks, top_k_index, variant, keep=False)[0]
 
     def accepts_call(
         self: Any, hidden_states: torch.Tensor, top_k_index: Any = None, top_k_weights: Any = None

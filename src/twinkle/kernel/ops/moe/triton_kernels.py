@@ -258,6 +258,30 @@ def weight_kernel(
 
 
 @triton.jit
+def weighted_sums_kernel(
+    grad_ptr, slots_ptr, ends_ptr, weights_ptr, out_ptr, width, top_k, grad_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """``out[e] = sum of weights[s] * grad[token of s]`` over the slots s of expert e, in partial sums."""
+    expert = tl.program_id(0)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (columns < width)[None, :]
+    first = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends_ptr + expert)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(first, end, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        here = rows < end
+        slots = tl.load(slots_ptr + rows, mask=here, other=0)
+        worth = tl.load(weights_ptr + slots, mask=here, other=0.0).to(tl.float32)
+        row = grad_ptr + (slots // top_k)[:, None] * grad_stride + columns[None, :]
+        total += worth[:, None] * tl.load(row, mask=here[:, None] & inside, other=0.0).to(tl.float32)
+    sums = tl.sum(total, axis=0)
+    out = out_ptr + expert.to(tl.int64) * width + columns
+    tl.store(out, sums.to(out_ptr.dtype.element_ty), mask=columns < width)
+
+
+@triton.jit
 def gate_kernel(
     gate_up_ptr, ends_ptr, out_ptr, experts, width, limit, alpha, offset,
     ACTIVATION: tl.constexpr, CLAMPED: tl.constexpr, COLUMNS: tl.constexpr,

@@ -248,6 +248,18 @@ def weight_gradient(
         )  # fmt: skip
 
 
+def weighted_sums(grad: torch.Tensor, route: Route, weights: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """``[E, H]`` as ``like``: each expert's sum of ``grad [T, H]`` over its slots, weighted by ``weights [T, K]``."""
+    out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    experts, width = out.shape
+    with on_device(grad):
+        kernels.weighted_sums_kernel[(experts, triton.cdiv(width, 128))](
+            grad, route.slots, route.ends, weights, out, width, route.top_k, grad.stride(0),
+            ROWS=32, COLUMNS=128, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
 def gate(gate_up: torch.Tensor, route: Route, kind: Gate) -> torch.Tensor:
     """``[S, I]`` gated products of both projections ``[S, 2 I]``, gate first."""
     total, width = gate_up.shape[0], gate_up.shape[1] // 2
