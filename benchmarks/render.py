@@ -16,7 +16,7 @@ from benchmarks.texts import TEXTS
 from twinkle.bench.results import read
 
 ROOT = Path(__file__).parents[1]
-PROGRAMS = ("ops", "host", "step", "training", "kernelize", "model")
+PROGRAMS = ("ops", "host", "step", "loss", "moe", "training", "kernelize", "model")
 GENERATED = re.compile(r"(?P<begin><!-- generated: (?P<name>[\w ]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 
 from benchmarks.plots import bar_chart, line_chart
+from benchmarks.step import CANDIDATES
 from benchmarks.training import OURS, judged
 from benchmarks.verdict import compare
 from twinkle.bench import model_view, view
@@ -90,7 +92,7 @@ def host(files: Files, text: dict[str, str], device: str) -> str:
     return "\n\n".join([_run_line(name, files[name], text), *(_op_table(one, text) for one in tables)])
 
 
-STEP_COLUMNS = ("peak_memory_gb", "gpu_busy_ms", "kernels", "first_step_s")
+STEP_COLUMNS = ("peak_memory_gb", "gpu_busy_ms", "kernels", "first_step_s", "graphs", "graph_breaks")
 
 
 def step(files: Files, text: dict[str, str], device: str) -> str:
@@ -102,15 +104,14 @@ def step(files: Files, text: dict[str, str], device: str) -> str:
     rows = []
     for (case, shape, dtype), candidates in medians(found.results).items():
         original = candidates.get(ORIGINAL)
-        for who, row in candidates.items():
+        for who, row in _in_order(candidates):
             assert row.ms and row.host_us
             speed = f"{row.figures['tokens_per_s']:,.0f}"
             if original and who != ORIGINAL:
                 speed += f" ({factor(row.figures['tokens_per_s'] / original.figures['tokens_per_s'])})"
             figures = [f"{row.figures[key]:g}" if key in row.figures else "-" for key in STEP_COLUMNS]
             model = f"{case.removeprefix('step/')} {shape} {dtype}"
-            spread = f"{significant(row.ms['p50'])} ({significant(row.ms['p20'])}–{significant(row.ms['p80'])})"
-            rows.append((model, who, speed, spread, significant(row.host_us["p50"] / 1e3), *figures))
+            rows.append((model, who, speed, _spread(row.ms), significant(row.host_us["p50"] / 1e3), *figures))
     header = [text[f"column {key}"] for key in ("model", "who", "speed", "ms", "host", *STEP_COLUMNS)]
     figures_there = {key for row in found.results for key in row.figures}
     plots = [
@@ -118,10 +119,40 @@ def step(files: Files, text: dict[str, str], device: str) -> str:
         for what, (figure, *_) in STEP_PLOTS.items()
         if figure in figures_there
     ]
-    whos = [f"- `{who}`: {text[f'who {who}']}" for who in dict.fromkeys(row.who for row in found.results)]
+    whos = [f"- `{who}`: {text[f'who {who}']}" for who, _ in _in_order({row.who: row for row in found.results})]
     notes = [f"- {row.who}: {row.note}" for row in found.results if row.note]
     table = markdown_table(header, rows, 2)
     return "\n\n".join([_run_line(name, found, text), "\n".join(whos), *plots, table, "\n".join(notes)]).rstrip()
+
+
+def _in_order(candidates: dict[str, Result]) -> list[tuple[str, Result]]:
+    """As the program names them, whatever order they were measured in."""
+    return [(who, candidates[who]) for who in CANDIDATES if who in candidates]
+
+
+def _spread(ms: dict[str, float]) -> str:
+    return f"{significant(ms['p50'])} ({significant(ms['p20'])}–{significant(ms['p80'])})"
+
+
+def timed(files: Files, text: dict[str, str], device: str, program: str) -> str:
+    """A line per candidate of the programs ``loss`` and ``moe``: time, memory, and the loss's error."""
+    name = f"{device}/{program}"
+    if name not in files:
+        return _missing(name, text)
+    found, rows = files[name], []
+    passes = {"f": "f", "fb": "f+b"}
+    errors = any("dw_error" in row.figures for row in found.results)
+    for (_, shape, dtype), candidates in medians(found.results).items():
+        for who, row in candidates.items():
+            assert row.ms
+            peak = row.figures.get("peak_memory_gb")
+            cells = [shape, dtype, passes[row.case.rpartition("/")[2]], who, _spread(row.ms)]
+            cells += ["-" if peak is None else f"{peak:.2f}"]
+            rows.append([*cells, *([f"{row.figures['dw_error']:.2g}"] if errors else [])])
+    columns = ["shape", "dtype", "pass", "who", "time", "peak_memory_gb", *(["dw_error"] if errors else [])]
+    header = [text.get(f"column {key}", key) for key in columns]
+    notes = [f"- {row.who}: {row.note}" for row in found.results if row.note]
+    return "\n\n".join([_run_line(name, found, text), markdown_table(header, rows, 4), *notes])
 
 
 def training(files: Files, text: dict[str, str], device: str) -> str:
@@ -249,9 +280,8 @@ def plots(files: Files, text: dict[str, str]) -> dict[str, str]:
             found[f"training-{device}-distance.svg"] = line_chart(text["plot distance"], distances, log=True)
         if program == "step":
             for what, (figure, unit, digits) in STEP_PLOTS.items():
-                groups = [
-                    (row.who, [(row.who, row.figures[figure])]) for row in content.results if figure in row.figures
-                ]
+                ordered = _in_order({row.who: row for row in content.results if figure in row.figures})
+                groups = [(who, [(who, row.figures[figure])]) for who, row in ordered]
                 if groups:
                     chart = bar_chart(text[f"plot {what}"], groups, unit=unit, digits=digits)
                     found[f"step-{device}-{what}.svg"] = chart
@@ -287,6 +317,7 @@ def section(name: str) -> Section:
     if kind == "chains":
         return chains
     of_device = {
-        "ops": ops, "host": host, "step": step, "training": training, "kernelize": kernelize, "model": model
+        "ops": ops, "host": host, "step": step, "training": training, "kernelize": kernelize, "model": model,
+        "loss": functools.partial(timed, program="loss"), "moe": functools.partial(timed, program="moe"),
     }[kind]  # fmt: skip
     return lambda files, text: of_device(files, text, device)

@@ -18,9 +18,7 @@ FAR = 5e-3
 """The loss may differ by this part of the original's: bf16 keeps eight bits."""
 
 
-def training_step(
-    model: Any, inputs: Mapping[str, torch.Tensor], call: Callable[..., Any] | None = None
-) -> torch.Tensor:
+def training_step(model: Any, inputs: Mapping[str, Any], call: Callable[..., Any] | None = None) -> torch.Tensor:
     """One step from cleared gradients; the loss, a scalar without gradient.
 
     Args:
