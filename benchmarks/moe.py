@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from twinkle.kernel.undo import unkernelize
 from twinkle.layout import plain, table, width_of_terminal
 
 TARGET = "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeExperts.forward"
-BACKENDS = (ORIGINAL, "triton", "liger")
+BACKENDS = (ORIGINAL, "triton", "torch", "liger")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,14 @@ class Sizes:
         return f"{self.tokens}x{self.hidden}, {self.experts} experts of {self.width}, top {self.top_k}"
 
 
-SIZES = {"accelerator": Sizes(), "cpu": Sizes(512, 256, 128, 16, 4), "quick": Sizes(16, 32, 24, 4, 2)}
+MIXTRAL = Sizes(tokens=4096, hidden=4096, width=14336, experts=8, top_k=2)
+"""Few and wide experts, of the shape of Mixtral-8x7B."""
+
+SIZES = {
+    "accelerator": [Sizes(), Sizes(tokens=512), Sizes(tokens=16), MIXTRAL],
+    "cpu": [Sizes(512, 256, 128, 16, 4)],
+    "quick": [Sizes(16, 32, 24, 4, 2)],
+}
 
 
 def block(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Any:
@@ -75,15 +82,17 @@ def passes(made: Any, x: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
     return {"f": forward, "fb": both}
 
 
-def measure(device: torch.device, dtype: torch.dtype, sizes: Sizes, rounds: int) -> Run:
-    """A row for each backend and pass."""
-    made = block(sizes, dtype, device)
-    x = torch.randn(1, sizes.tokens, sizes.hidden, device=device).to(dtype).requires_grad_()
-    expected = passes(made, x)["f"]()
+def measure(device: torch.device, dtype: torch.dtype, sizes: Sequence[Sizes], rounds: int) -> Run:
+    """A row for each size, backend and pass."""
     run = Run("moe", device, {"rounds": rounds})
-    for number, backend in enumerate(BACKENDS):
-        progress(number, len(BACKENDS), backend)
-        if backend != ORIGINAL:
+    steps = [(size, backend) for size in sizes for backend in BACKENDS]
+    for number, (size, backend) in enumerate(steps):
+        progress(number, len(steps), f"{size}: {backend}")
+        if backend == ORIGINAL:
+            made = block(size, dtype, device)
+            x = torch.randn(1, size.tokens, size.hidden, device=device).to(dtype).requires_grad_()
+            expected = passes(made, x)["f"]()
+        else:
             kernelize(made, {TARGET: KernelChoice("moe_experts", (backend,))})
         note = None if backend == ORIGINAL else _why_not(made) or wrong(passes(made, x)["f"](), expected)
         for name, step in passes(made, x).items():
@@ -94,8 +103,10 @@ def measure(device: torch.device, dtype: torch.dtype, sizes: Sizes, rounds: int)
                 ms, peak = timed_rounds(step, device, rounds)
                 figures = {} if peak is None else {"peak_memory_gb": peak}
                 fields = {"ms": percentiles(ms), "samples": rounds, "figures": figures}
-            case, shape = f"moe/qwen3_moe/{name}", str(sizes)
-            run.results.append(Result(case, backend, shape, str(dtype).removeprefix("torch."), **fields))
+            shape = str(size)
+            run.results.append(
+                Result(f"moe/qwen3_moe/{name}", backend, shape, str(dtype).removeprefix("torch."), **fields)
+            )
         unkernelize(made)
     return run
 
@@ -107,17 +118,17 @@ def _why_not(made: Any) -> str | None:
 
 
 def report(run: Run) -> str:
-    """A line per backend and pass."""
+    """A line per size, backend and pass."""
     lines: list[tuple[str, ...]] = []
     for row in run.results:
         if row.ms:
             p20, p50, p80 = (significant(row.ms[p]) for p in ("p20", "p50", "p80"))
             peak = row.figures.get("peak_memory_gb")
-            lines.append(
-                (row.who, row.case.rpartition("/")[2], f"{p50} ({p20} .. {p80})", "-" if peak is None else f"{peak:g}")
-            )
-    shown = plain(table(("who", "pass", "ms (p20 .. p80)", "peak GB"), lines, width_of_terminal()))
-    return "\n".join([shown, *dict.fromkeys(f"{row.who}: {row.note}" for row in run.results if row.note)])
+            gigabytes = "-" if peak is None else f"{peak:g}"
+            lines.append((row.shape, row.case.rpartition("/")[2], row.who, f"{p50} ({p20} .. {p80})", gigabytes))
+    header = ("sizes", "pass", "who", "ms (p20 .. p80)", "peak GB")
+    notes = dict.fromkeys(f"{row.who}: {row.note}" for row in run.results if row.note)
+    return "\n".join([plain(table(header, lines, width_of_terminal())), *notes])
 
 
 def main(argv: list[str] | None = None) -> Run:
