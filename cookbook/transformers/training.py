@@ -1,0 +1,393 @@
+"""What the scripts share: settings, processes, kernels, the loop with its log, checkpoints.
+
+No trainer: a script builds its model and optimizer out of transformers, peft and PyTorch's FSDP2, and hands them over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from models import WrongSettings, batch, new_model, tokens
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+from twinkle.commands.options import accelerator
+from twinkle.moe import (
+    clip_grad_norm_,
+    gather_optimizer_state,
+    gather_state_dict,
+    load_optimizer_state,
+    load_state_dict,
+)
+
+BASELINE = "TWINKLE_TORCH_BASELINE"
+"""Set to 1, true or yes: nothing of ours computes, neither kernels nor the fused loss."""
+
+
+def baseline() -> bool:
+    """Whether :data:`BASELINE` is set."""
+    return os.environ.get(BASELINE, "").lower() in ("1", "true", "yes")
+
+
+def option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class Settings:
+    """The options of every script."""
+
+    model: str = option("tiny:qwen3", "tiny:<preset>, shape:<published model>, or a transformers id or folder")
+    layers: int | None = option(None, "keep only the first layers of the model")
+    text: str | None = option(None, "file to train on; this project's documentation when not given")
+    length: int = option(512, "tokens of a sequence")
+    batch: int = option(8, "sequences of a step, of all processes together")
+    accumulate: int = option(1, "parts that a step's sequences are taken in, one after the other")
+    steps: int = option(100, "optimizer steps")
+    lr: float = option(1e-4, "learning rate, after the warm-up and before the cosine")
+    warmup: int = option(5, "steps until the learning rate is reached")
+    max_grad_norm: float = option(1.0, "gradients are scaled down to this norm")
+    lora_rank: int = option(8, "of the adapters; 0 trains all weights")
+    lora_alpha: int = option(32, "of the adapters")
+    gradient_checkpointing: bool = option(
+        False, "compute layers again in the backward instead of keeping their results"
+    )
+    enable_liger: bool = option(False, "use the fused linear cross-entropy; nothing else depends on it")
+    fused_ce: Literal["twinkle", "liger"] = option("twinkle", "whose fused linear cross-entropy")
+    output: str = option("out", "folder of the log and the checkpoints")
+    save_every: int = option(0, "steps between checkpoints; 0 for one at the end only, -1 for none")
+    resume: str | None = option(None, "checkpoint to go on from, made by any number of processes")
+    seed: int = option(0, "of random weights and of the order of the text")
+    timeout: int = option(600, "seconds after which a process that waits for another gives up")
+
+
+@dataclass
+class ExpertSettings(Settings):
+    """Of mixtures of experts, besides."""
+
+    ep_size: int = option(0, "processes that share the experts; 0 for all, 1 for none")
+    experts: str = option("", "backends of the experts, best first, e.g. triton,liger; the default mapping's otherwise")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process runs."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+
+def run(kind: type[Settings], build: Callable[[Any, Place], tuple[Any, Any]], **defaults: Any) -> None:
+    """Reads the command line, starts this process's part, trains. Ends the process with 2 when a setting is wrong."""
+    from transformers import HfArgumentParser
+
+    parser = HfArgumentParser(kind, description=sys.modules["__main__"].__doc__)
+    parser.set_defaults(**defaults)
+    (settings,) = parser.parse_args_into_dataclasses()
+    # Of patterns that peft itself adds for stacked experts, and then doesn't find among the modules.
+    warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys", category=RuntimeWarning)
+    with processes(settings) as place:
+        try:
+            train(settings, place, *build(settings, place))
+        except (WrongSettings, ValueError) as error:
+            if place.rank == 0:
+                print(f"{parser.prog}: {error}", file=sys.stderr)
+            sys.exit(2)
+
+
+@contextlib.contextmanager
+def processes(settings: Settings) -> Iterator[Place]:
+    """This process among those that torchrun started; alone without it."""
+    found = accelerator()
+    world, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device(found.device_type, None if found.device_type == "cpu" else local)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(local)
+    alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    backend = dist.get_default_backend_for_device(device)
+    dist.init_process_group(backend, timeout=timedelta(seconds=settings.timeout), **alone)
+    try:
+        yield Place(dist.get_rank(), world, device)
+    finally:
+        dist.destroy_process_group()
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def kernelized_model(settings: Settings, place: Place) -> Any:
+    """The model with its kernels, before adapters and sharding.
+
+    Trained weights are kept in fp32, frozen ones in bf16; on a CPU everything is fp32.
+    """
+    dtype = torch.float32 if place.device.type == "cpu" or not settings.lora_rank else torch.bfloat16
+    model = new_model(settings.model, layers=settings.layers, dtype=dtype, device=place.device, seed=settings.seed)
+    if not baseline():
+        from twinkle.kernel import kernelize
+
+        kernelize(model, _mapping(settings, model), device=place.device)
+    if settings.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    torch.manual_seed(settings.seed)  # adapters begin alike in every process, with kernels and without
+    return model
+
+
+def _mapping(settings: Settings, model: Any) -> dict[str, Any]:
+    from twinkle.kernel import DEFAULT_KERNEL_CONFIG, KernelChoice
+    from twinkle.kernel.report import plan
+
+    mapping: dict[str, Any] = dict(DEFAULT_KERNEL_CONFIG)
+    named = tuple(name.strip() for name in getattr(settings, "experts", "").split(",") if name.strip())
+    if named:
+        there = {row.target for row in plan(model).rows if row.op == "moe_experts" and row.state != "unused"}
+        mapping |= {target: KernelChoice("moe_experts", named) for target in there & mapping.keys()}
+    if settings.enable_liger:
+        backends = ("liger",) if settings.fused_ce == "liger" else ("triton", "torch")
+        mapping["fused_ce"] = KernelChoice("causal_lm_loss", backends)
+    return mapping
+
+
+def mixed_precision(settings: Settings, place: Place) -> MixedPrecisionPolicy:
+    """Computing in bf16, adding up gradients in fp32; all fp32 on a CPU."""
+    if place.device.type == "cpu":
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def experts_backend(model: Any) -> str | None:
+    """Who computes the experts: a backend of ours, or transformers by its own; None without experts."""
+    from twinkle.kernel.report import report
+    from twinkle.moe.parts import find_experts
+
+    if not find_experts(model):
+        return None
+    if not baseline():
+        served = {row.backend for row in report(model).rows if row.op == "moe_experts" and row.state == "installed"}
+        if served:
+            return ", ".join(sorted(map(str, served)))
+    config = next(module.config for module in model.modules() if hasattr(module, "config"))
+    return f"transformers ({config._experts_implementation})"
+
+
+# --- the loop ---------------------------------------------------------------------------------------------------------
+
+
+class Log:
+    """JSON lines in a file, and a bar or lines for people; of the first process only."""
+
+    def __init__(self, settings: Settings, place: Place) -> None:
+        self.first = place.rank == 0
+        self.warnings = 0
+        if not self.first:
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        folder = Path(settings.output)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.file = (folder / "log.jsonl").open("a", encoding="utf-8")
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        console = Console(stderr=True)
+        self.bar = Progress(*columns, console=console, disable=not console.is_terminal)
+        self.task = self.bar.add_task("", total=settings.steps)
+
+    def __enter__(self) -> Log:
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = self._count  # type: ignore[method-assign]
+        logging.getLogger("twinkle").addHandler(handler)
+        if self.first:
+            self.bar.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.first:
+            self.bar.stop()
+            self.file.close()
+
+    def _count(self, record: logging.LogRecord) -> None:
+        self.warnings += 1
+
+    def write(self, event: str, **fields: Any) -> None:
+        """A line of the file."""
+        if self.first:
+            self.file.write(json.dumps({"event": event, **fields}) + "\n")
+            self.file.flush()
+
+    def step(self, **fields: Any) -> None:
+        """A line of the file, and for people."""
+        self.write("step", **fields)
+        if self.first:
+            said = f"step {fields['step']}  loss {fields['loss']:.4f}  {fields['tokens_per_second']:.0f} tokens/s"
+            self.bar.update(self.task, completed=fields["step"], description=said)
+            if self.bar.disable:
+                print(said, flush=True)
+
+
+def train(settings: Settings, place: Place, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Trains from the first step or a checkpoint, and writes the log and checkpoints.
+
+    Raises:
+        WrongSettings: the batch can't be divided, the text is too short, or the checkpoint isn't one.
+    """
+    rows, rest = divmod(settings.batch, place.world * settings.accumulate)
+    if rest or not rows:
+        raise WrongSettings(
+            f"--batch {settings.batch} can't be divided among {place.world} processes in {settings.accumulate} parts"
+        )
+    ids = tokens(settings.model, settings.text)
+    if len(ids) < settings.length:
+        raise WrongSettings(f"--length {settings.length}: the text has only {len(ids)} tokens")
+    done = resume(settings.resume, model, optimizer) if settings.resume else 0
+    with Log(settings, place) as log:
+        log.write("start", **_facts(settings, place, model))
+        # So that nobody's first collective meets another one's set-up.
+        dist.barrier()
+        for step in range(done, settings.steps):
+            begin = time.perf_counter()
+            rate = learning_rate(settings, step)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            whole = batch(ids, step, settings.batch, settings.length, settings.seed)
+            own = whole.chunk(place.world)[place.rank].to(place.device)
+            loss = _forward_and_backward(model, own, rows)
+            norm = clip_grad_norm_(model, settings.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            dist.all_reduce(loss)
+            value = loss.item() / place.world  # waits for the device
+            seconds = time.perf_counter() - begin
+            log.step(
+                step=step + 1,
+                loss=value,
+                grad_norm=float(norm),
+                lr=rate,
+                seconds=round(seconds, 4),
+                tokens_per_second=round(settings.batch * settings.length / seconds, 1),
+                **_memory(place),
+            )
+            if not math.isfinite(value):
+                raise WrongSettings(f"the loss is {value} at step {step + 1}; try a smaller --lr")
+            last = step + 1 == settings.steps
+            if (last and settings.save_every >= 0) or (
+                settings.save_every > 0 and (step + 1) % settings.save_every == 0
+            ):
+                folder = Path(settings.output, f"step-{step + 1}")
+                save(folder, model, optimizer, step + 1)
+                log.write("checkpoint", step=step + 1, folder=str(folder))
+        log.write("end", warnings=log.warnings)
+
+
+def _forward_and_backward(model: Any, own: torch.Tensor, rows: int) -> torch.Tensor:
+    """This process's mean loss; its gradients are in the model."""
+    pieces = own.split(rows)
+    total = torch.zeros((), device=own.device)
+    for number, piece in enumerate(pieces):
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(number + 1 == len(pieces))
+        loss = model(input_ids=piece, labels=piece).loss / len(pieces)
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def learning_rate(settings: Settings, step: int) -> float:
+    """Linear up to ``lr`` over the warm-up, then a cosine down to a tenth of it."""
+    if step < settings.warmup:
+        return settings.lr * (step + 1) / settings.warmup
+    progress = (step - settings.warmup) / max(1, settings.steps - settings.warmup)
+    return settings.lr * (0.55 + 0.45 * math.cos(math.pi * progress))
+
+
+def _facts(settings: Settings, place: Place, model: Any) -> dict[str, Any]:
+    ep = getattr(settings, "ep_size", 1) or place.world
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    from twinkle.moe.parts import parts
+
+    shared = parts(model)
+    whole = {name: size * (ep if name in shared else 1) for name, size in sizes.items()}
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {
+        "model": settings.model,
+        "world_size": place.world,
+        "ep_size": ep,
+        "fsdp_size": place.world // ep,
+        "parameters": sum(whole.values()),
+        "trained_parameters": sum(whole[name] for name in trained),
+        "lora_parameters": sum(size for name, size in whole.items() if "lora_" in name),
+        "experts_backend": experts_backend(model),
+        "kernels": _kernels(model),
+        "baseline": baseline(),
+        "device": place.device.type,
+        "torch": torch.__version__,
+        "settings": vars(settings),
+    }
+
+
+def _kernels(model: Any) -> dict[str, int]:
+    """What is installed, and on how many instances."""
+    if baseline():
+        return {}
+    from twinkle.kernel.report import report
+
+    found: dict[str, int] = {}
+    for row in report(model).rows:
+        if row.state == "installed":
+            found[f"{row.op} {row.backend}"] = found.get(f"{row.op} {row.backend}", 0) + (row.instances or 0)
+    return found
+
+
+def _memory(place: Place) -> dict[str, float]:
+    if place.device.type == "cpu":
+        return {}
+    return {"peak_memory_gb": round(torch.get_device_module(place.device).max_memory_allocated() / 1e9, 2)}
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+STATE = "training.pt"
+
+
+def save(folder: Path, model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """What is trained, in the format of a single process: for :func:`resume`, and as transformers and peft save it."""
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    weights = gather_state_dict(model, names=trained.__contains__, rank0_only=True)
+    moments = gather_optimizer_state(model, optimizer, rank0_only=True)
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save({"step": step, "model": weights, "optimizer": moments}, folder / STATE)
+        more = {"save_embedding_layers": False} if hasattr(model, "peft_config") else {}
+        model.save_pretrained(folder, state_dict=weights, **more)
+    dist.barrier()
+
+
+def resume(folder: str, model: Any, optimizer: torch.optim.Optimizer) -> int:
+    """Loads a checkpoint; the number of steps done.
+
+    Raises:
+        WrongSettings: it isn't one, or another model's.
+    """
+    file = Path(folder, STATE)
+    if not file.is_file():
+        raise WrongSettings(f"--resume {folder}: no {STATE} there; name a folder step-N of an earlier run's --output")
+    state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if trained != set(state["model"]):
+        other = sorted(trained ^ set(state["model"]))
+        raise WrongSettings(f"--resume {folder}: it trained other weights, e.g. {other[0]}; use the same settings")
+    load_state_dict(model, state["model"], strict=False)
+    load_optimizer_state(model, optimizer, state["optimizer"])
+    return int(state["step"])
