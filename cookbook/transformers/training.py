@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -100,12 +100,13 @@ def run(kind: type[Settings], build: Callable[[Any, Place], tuple[Any, Any]], **
     (settings,) = parser.parse_args_into_dataclasses()
     # Of patterns that peft itself adds for stacked experts, and then doesn't find among the modules.
     warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys", category=RuntimeWarning)
-    with processes(settings) as place:
+    with processes(settings) as place, Log(settings, place) as log:
         try:
-            train(settings, place, *build(settings, place))
+            model, optimizer = build(settings, place)
+            train(settings, place, log, model, optimizer)
         except (WrongSettings, ValueError) as error:
             if place.rank == 0:
-                print(f"{parser.prog}: {error}", file=sys.stderr)
+                print(f"{parser.prog}: {error}", file=sys.stderr, flush=True)
             sys.exit(2)
 
 
@@ -237,7 +238,7 @@ class Log:
                 print(said, flush=True)
 
 
-def train(settings: Settings, place: Place, model: Any, optimizer: torch.optim.Optimizer) -> None:
+def train(settings: Settings, place: Place, log: Log, model: Any, optimizer: torch.optim.Optimizer) -> None:
     """Trains from the first step or a checkpoint, and writes the log and checkpoints.
 
     Raises:
@@ -252,56 +253,54 @@ def train(settings: Settings, place: Place, model: Any, optimizer: torch.optim.O
     if len(ids) < settings.length:
         raise WrongSettings(f"--length {settings.length}: the text has only {len(ids)} tokens")
     done = resume(settings.resume, model, optimizer) if settings.resume else 0
-    with Log(settings, place) as log:
-        log.write("start", **_facts(settings, place, model))
-        # So that nobody's first collective meets another one's set-up.
-        dist.barrier()
-        for step in range(done, settings.steps):
-            begin = time.perf_counter()
-            rate = learning_rate(settings, step)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            whole = batch(ids, step, settings.batch, settings.length, settings.seed)
-            own = whole.chunk(place.world)[place.rank].to(place.device)
-            loss = _forward_and_backward(model, own, rows)
-            norm = clip_grad_norm_(model, settings.max_grad_norm)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            dist.all_reduce(loss)
-            value = loss.item() / place.world  # waits for the device
-            seconds = time.perf_counter() - begin
-            log.step(
-                step=step + 1,
-                loss=value,
-                grad_norm=float(norm),
-                lr=rate,
-                seconds=round(seconds, 4),
-                tokens_per_second=round(settings.batch * settings.length / seconds, 1),
-                **_memory(place),
-            )
-            if not math.isfinite(value):
-                raise WrongSettings(f"the loss is {value} at step {step + 1}; try a smaller --lr")
-            last = step + 1 == settings.steps
-            if (last and settings.save_every >= 0) or (
-                settings.save_every > 0 and (step + 1) % settings.save_every == 0
-            ):
-                folder = Path(settings.output, f"step-{step + 1}")
-                save(folder, model, optimizer, step + 1)
-                log.write("checkpoint", step=step + 1, folder=str(folder))
-        log.write("end", warnings=log.warnings)
+    log.write("start", **_facts(settings, place, model))
+    # So that nobody's first collective meets another one's set-up.
+    dist.barrier()
+    for step in range(done, settings.steps):
+        begin = time.perf_counter()
+        rate = learning_rate(settings, step)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        whole = batch(ids, step, settings.batch, settings.length, settings.seed)
+        own = whole.chunk(place.world)[place.rank].to(place.device)
+        loss, norm = optimize(model, optimizer, own.split(rows), settings.max_grad_norm)
+        dist.all_reduce(loss)
+        value = loss.item() / place.world  # waits for the device
+        seconds = time.perf_counter() - begin
+        log.step(
+            step=step + 1,
+            loss=value,
+            grad_norm=float(norm),
+            lr=rate,
+            seconds=round(seconds, 4),
+            tokens_per_second=round(settings.batch * settings.length / seconds, 1),
+            **_memory(place),
+        )
+        if not math.isfinite(value):
+            raise WrongSettings(f"the loss is {value} at step {step + 1}; try a smaller --lr")
+        last = step + 1 == settings.steps
+        if (last and settings.save_every >= 0) or (settings.save_every > 0 and (step + 1) % settings.save_every == 0):
+            folder = Path(settings.output, f"step-{step + 1}")
+            save(folder, model, optimizer, step + 1)
+            log.write("checkpoint", step=step + 1, folder=str(folder))
+    log.write("end", warnings=log.warnings)
 
 
-def _forward_and_backward(model: Any, own: torch.Tensor, rows: int) -> torch.Tensor:
-    """This process's mean loss; its gradients are in the model."""
-    pieces = own.split(rows)
-    total = torch.zeros((), device=own.device)
+def optimize(
+    model: Any, optimizer: torch.optim.Optimizer, pieces: Sequence[torch.Tensor], max_norm: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One step on this process's token ids, piece by piece; its mean loss, and the norm of all gradients."""
+    total = torch.zeros((), device=pieces[0].device)
     for number, piece in enumerate(pieces):
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(number + 1 == len(pieces))
         loss = model(input_ids=piece, labels=piece).loss / len(pieces)
         loss.backward()
         total += loss.detach()
-    return total
+    norm = clip_grad_norm_(model, max_norm)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return total, norm
 
 
 def learning_rate(settings: Settings, step: int) -> float:
