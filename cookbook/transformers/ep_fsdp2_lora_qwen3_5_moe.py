@@ -11,7 +11,8 @@ model has one, is sharded and left alone.
 from __future__ import annotations
 
 from ep_fsdp2_lora_qwen3_moe import build
-from training import ExpertSettings, run
+from settings import ExpertSettings
+from training import run
 
 if __name__ == "__main__":
     run(ExpertSettings, build, model="Qwen/Qwen3.5-35B-A3B", output="out/ep_fsdp2_lora_qwen3_5_moe")

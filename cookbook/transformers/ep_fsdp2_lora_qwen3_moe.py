@@ -14,7 +14,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from training import ExpertSettings, Place, kernelized_model, mixed_precision, run
+from settings import ExpertSettings, Place
+from training import kernelized_model, mixed_precision, run
 
 from twinkle.moe import apply_expert_parallel, expert_mesh, fully_shard_model, parameter_groups
 

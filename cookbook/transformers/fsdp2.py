@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from training import Place, Settings, kernelized_model, mixed_precision, run
+from settings import Place, Settings
+from training import kernelized_model, mixed_precision, run
 
 from twinkle.moe import expert_mesh, fully_shard_model, parameter_groups
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from settings import WrongSettings
 
 from twinkle import presets
 from twinkle.commands.demo.text import documents
@@ -47,10 +48,6 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_35b_a3b": ("Qwen3_5MoeTextConfig", {}),  # the sizes that transformers has as defaults
 }
 """Sizes of published models; the weights are random, so nothing is downloaded."""
-
-
-class WrongSettings(Exception):
-    """What the user can mend: one message that names the setting and the remedy."""
 
 
 def new_model(name: str, *, layers: int | None, dtype: torch.dtype, device: torch.device, seed: int) -> Any:

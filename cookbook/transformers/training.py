@@ -1,4 +1,4 @@
-"""What the scripts share: settings, processes, kernels, the loop with its log, checkpoints.
+"""What the scripts share: processes, kernels, the loop, checkpoints.
 
 No trainer: a script builds its model and optimizer out of transformers, peft and PyTorch's FSDP2, and hands them over.
 """
@@ -6,22 +6,21 @@ No trainer: a script builds its model and optimizer out of transformers, peft an
 from __future__ import annotations
 
 import contextlib
-import json
-import logging
 import math
 import os
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import WrongSettings, batch, new_model, tokens
+from log import Log, facts, memory
+from models import batch, new_model, tokens
+from settings import Place, Settings, WrongSettings, baseline
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from twinkle.commands.options import accelerator
@@ -32,63 +31,6 @@ from twinkle.moe import (
     load_optimizer_state,
     load_state_dict,
 )
-
-BASELINE = "TWINKLE_TORCH_BASELINE"
-"""Set to 1, true or yes: nothing of ours computes, neither kernels nor the fused loss."""
-
-
-def baseline() -> bool:
-    """Whether :data:`BASELINE` is set."""
-    return os.environ.get(BASELINE, "").lower() in ("1", "true", "yes")
-
-
-def option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
-@dataclass
-class Settings:
-    """The options of every script."""
-
-    model: str = option("tiny:qwen3", "tiny:<preset>, shape:<published model>, or a transformers id or folder")
-    layers: int | None = option(None, "keep only the first layers of the model")
-    text: str | None = option(None, "file to train on; this project's documentation when not given")
-    length: int = option(512, "tokens of a sequence")
-    batch: int = option(8, "sequences of a step, of all processes together")
-    accumulate: int = option(1, "parts that a step's sequences are taken in, one after the other")
-    steps: int = option(100, "optimizer steps")
-    lr: float = option(1e-4, "learning rate, after the warm-up and before the cosine")
-    warmup: int = option(5, "steps until the learning rate is reached")
-    max_grad_norm: float = option(1.0, "gradients are scaled down to this norm")
-    lora_rank: int = option(8, "of the adapters; 0 trains all weights")
-    lora_alpha: int = option(32, "of the adapters")
-    gradient_checkpointing: bool = option(
-        False, "compute layers again in the backward instead of keeping their results"
-    )
-    enable_liger: bool = option(False, "use the fused linear cross-entropy; nothing else depends on it")
-    fused_ce: Literal["twinkle", "liger"] = option("twinkle", "whose fused linear cross-entropy")
-    output: str = option("out", "folder of the log and the checkpoints")
-    save_every: int = option(0, "steps between checkpoints; 0 for one at the end only, -1 for none")
-    resume: str | None = option(None, "checkpoint to go on from, made by any number of processes")
-    seed: int = option(0, "of random weights and of the order of the text")
-    timeout: int = option(600, "seconds after which a process that waits for another gives up")
-
-
-@dataclass
-class ExpertSettings(Settings):
-    """Of mixtures of experts, besides."""
-
-    ep_size: int = option(0, "processes that share the experts; 0 for all, 1 for none")
-    experts: str = option("", "backends of the experts, best first, e.g. triton,liger; the default mapping's otherwise")
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a process runs."""
-
-    rank: int
-    world: int
-    device: torch.device
 
 
 def run(kind: type[Settings], build: Callable[[Any, Place], tuple[Any, Any]], **defaults: Any) -> None:
@@ -102,9 +44,12 @@ def run(kind: type[Settings], build: Callable[[Any, Place], tuple[Any, Any]], **
     warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys", category=RuntimeWarning)
     with processes(settings) as place, Log(settings, place) as log:
         try:
-            model, optimizer = build(settings, place)
+            try:
+                model, optimizer = build(settings, place)
+            except ValueError as error:  # e.g. the mesh doesn't fit the number of processes
+                raise WrongSettings(str(error)) from error
             train(settings, place, log, model, optimizer)
-        except (WrongSettings, ValueError) as error:
+        except WrongSettings as error:
             if place.rank == 0:
                 print(f"{parser.prog}: {error}", file=sys.stderr, flush=True)
             sys.exit(2)
@@ -120,7 +65,8 @@ def processes(settings: Settings) -> Iterator[Place]:
         torch.accelerator.set_device_index(local)
     alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     backend = dist.get_default_backend_for_device(device)
-    dist.init_process_group(backend, timeout=timedelta(seconds=settings.timeout), **alone)
+    on = device if device.type == "cuda" else None
+    dist.init_process_group(backend, timeout=timedelta(seconds=settings.timeout), device_id=on, **alone)
     try:
         yield Place(dist.get_rank(), world, device)
     finally:
@@ -169,73 +115,7 @@ def mixed_precision(settings: Settings, place: Place) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def experts_backend(model: Any) -> str | None:
-    """Who computes the experts: a backend of ours, or transformers by its own; None without experts."""
-    from twinkle.kernel.report import report
-    from twinkle.moe.parts import find_experts
-
-    if not find_experts(model):
-        return None
-    if not baseline():
-        served = {row.backend for row in report(model).rows if row.op == "moe_experts" and row.state == "installed"}
-        if served:
-            return ", ".join(sorted(map(str, served)))
-    config = next(module.config for module in model.modules() if hasattr(module, "config"))
-    return f"transformers ({config._experts_implementation})"
-
-
 # --- the loop ---------------------------------------------------------------------------------------------------------
-
-
-class Log:
-    """JSON lines in a file, and a bar or lines for people; of the first process only."""
-
-    def __init__(self, settings: Settings, place: Place) -> None:
-        self.first = place.rank == 0
-        self.warnings = 0
-        if not self.first:
-            return
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        folder = Path(settings.output)
-        folder.mkdir(parents=True, exist_ok=True)
-        self.file = (folder / "log.jsonl").open("a", encoding="utf-8")
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        console = Console(stderr=True)
-        self.bar = Progress(*columns, console=console, disable=not console.is_terminal)
-        self.task = self.bar.add_task("", total=settings.steps)
-
-    def __enter__(self) -> Log:
-        handler = logging.Handler(logging.WARNING)
-        handler.emit = self._count  # type: ignore[method-assign]
-        logging.getLogger("twinkle").addHandler(handler)
-        if self.first:
-            self.bar.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        if self.first:
-            self.bar.stop()
-            self.file.close()
-
-    def _count(self, record: logging.LogRecord) -> None:
-        self.warnings += 1
-
-    def write(self, event: str, **fields: Any) -> None:
-        """A line of the file."""
-        if self.first:
-            self.file.write(json.dumps({"event": event, **fields}) + "\n")
-            self.file.flush()
-
-    def step(self, **fields: Any) -> None:
-        """A line of the file, and for people."""
-        self.write("step", **fields)
-        if self.first:
-            said = f"step {fields['step']}  loss {fields['loss']:.4f}  {fields['tokens_per_second']:.0f} tokens/s"
-            self.bar.update(self.task, completed=fields["step"], description=said)
-            if self.bar.disable:
-                print(said, flush=True)
 
 
 def train(settings: Settings, place: Place, log: Log, model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -253,7 +133,7 @@ def train(settings: Settings, place: Place, log: Log, model: Any, optimizer: tor
     if len(ids) < settings.length:
         raise WrongSettings(f"--length {settings.length}: the text has only {len(ids)} tokens")
     done = resume(settings.resume, model, optimizer) if settings.resume else 0
-    log.write("start", **_facts(settings, place, model))
+    log.write("start", **facts(settings, place, model))
     # So that nobody's first collective meets another one's set-up.
     dist.barrier()
     for step in range(done, settings.steps):
@@ -274,7 +154,7 @@ def train(settings: Settings, place: Place, log: Log, model: Any, optimizer: tor
             lr=rate,
             seconds=round(seconds, 4),
             tokens_per_second=round(settings.batch * settings.length / seconds, 1),
-            **_memory(place),
+            **memory(place),
         )
         if not math.isfinite(value):
             raise WrongSettings(f"the loss is {value} at step {step + 1}; try a smaller --lr")
@@ -309,50 +189,6 @@ def learning_rate(settings: Settings, step: int) -> float:
         return settings.lr * (step + 1) / settings.warmup
     progress = (step - settings.warmup) / max(1, settings.steps - settings.warmup)
     return settings.lr * (0.55 + 0.45 * math.cos(math.pi * progress))
-
-
-def _facts(settings: Settings, place: Place, model: Any) -> dict[str, Any]:
-    ep = getattr(settings, "ep_size", 1) or place.world
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    from twinkle.moe.parts import parts
-
-    shared = parts(model)
-    whole = {name: size * (ep if name in shared else 1) for name, size in sizes.items()}
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return {
-        "model": settings.model,
-        "world_size": place.world,
-        "ep_size": ep,
-        "fsdp_size": place.world // ep,
-        "parameters": sum(whole.values()),
-        "trained_parameters": sum(whole[name] for name in trained),
-        "lora_parameters": sum(size for name, size in whole.items() if "lora_" in name),
-        "experts_backend": experts_backend(model),
-        "kernels": _kernels(model),
-        "baseline": baseline(),
-        "device": place.device.type,
-        "torch": torch.__version__,
-        "settings": vars(settings),
-    }
-
-
-def _kernels(model: Any) -> dict[str, int]:
-    """What is installed, and on how many instances."""
-    if baseline():
-        return {}
-    from twinkle.kernel.report import report
-
-    found: dict[str, int] = {}
-    for row in report(model).rows:
-        if row.state == "installed":
-            found[f"{row.op} {row.backend}"] = found.get(f"{row.op} {row.backend}", 0) + (row.instances or 0)
-    return found
-
-
-def _memory(place: Place) -> dict[str, float]:
-    if place.device.type == "cpu":
-        return {}
-    return {"peak_memory_gb": round(torch.get_device_module(place.device).max_memory_allocated() / 1e9, 2)}
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
