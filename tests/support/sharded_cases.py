@@ -296,6 +296,30 @@ def adapters_for_peft(mesh: DeviceMesh) -> None:
         assert list(found) == list(expected) and all(torch.equal(found[name], expected[name]) for name in found)
 
 
+def frozen(mesh: DeviceMesh) -> None:
+    """Experts without adapters: whole on each process they aren't FSDP2's business, otherwise they are sharded."""
+    from peft import LoraConfig, get_peft_model
+
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(get_peft_model(_new_model(False), LoraConfig(r=4, target_modules=["q_proj", "v_proj"])))
+    single, spread = models
+    _spread(spread, 2)
+    alone = dist.get_world_size() == 2
+    stacks = [experts.module.gate_up_proj for experts in find_experts(spread)]
+    assert [isinstance(stack, DTensor) for stack in stacks] == [not alone] * len(stacks)
+    presets.loss(single(**_batch(0))).backward()
+    presets.loss(spread(**_mine(_batch(0)))).backward()
+    expected = {name: p.grad for name, p in single.named_parameters() if p.grad is not None}
+    found = gathered_gradients(spread)
+    assert list(found) == list(expected)
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+    state = gather_state_dict(spread)
+    assert all(torch.equal(state[name], tensor) for name, tensor in single.state_dict().items())
+
+
 def few_experts_a_process(mesh: DeviceMesh) -> None:
     """Fewer than processes with the same part: then the stacks' second dimension is sharded."""
     model = _spread(presets.build("qwen3_moe", num_experts=2), 1)
@@ -352,6 +376,7 @@ CASES: dict[str, Callable[[DeviceMesh], None]] = {
     "kernels last": functools.partial(kernels, first=False),
     "checkpointed": checkpointed,
     "adapters for PEFT": adapters_for_peft,
+    "frozen experts": frozen,
     "few experts a process": few_experts_a_process,
     "refused": refused,
 }

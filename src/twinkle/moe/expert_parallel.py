@@ -8,6 +8,7 @@ LoRA on the experts' stacks, by PEFT's wrappers around the module, is shared lik
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -108,12 +109,17 @@ def _cut(parameter: torch.Tensor, part: Part) -> nn.Parameter:
 def _send(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Before the experts: other processes' tokens in the place of this one's, each for one expert."""
     # Named arguments may come in any order.
-    bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+    bound = _signature(type(module).forward).bind(module, *args, **kwargs)
     _, x, index, weights = bound.args
     part: Part = module._twinkle_part
     under_way, local = dispatch(x, index, weights, part.experts, part.group)
     module._twinkle_under_way = under_way
     return (under_way.arrived, local[:, None], weights.new_ones(len(local), 1)), {}
+
+
+@functools.lru_cache(maxsize=64)
+def _signature(forward: Any) -> inspect.Signature:
+    return inspect.signature(forward)
 
 
 def _fetch(module: Any, args: tuple[Any, ...], results: torch.Tensor) -> torch.Tensor:

@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from twinkle.moe.parts import Experts, find_experts
 
@@ -49,6 +50,7 @@ def fully_shard_model(
 
     Args:
         model: changed in place; in every process, after :func:`~twinkle.moe.apply_expert_parallel` if that is used.
+            What isn't trained is frozen already: where one process has the whole of it, FSDP2 isn't told of it.
         mesh: of all the processes. Experts that are shared are sharded along ``dim``, everything else over all.
         dim: the name of that dimension.
         layers: what is gathered at once; by default the modules whose classes the model of transformers names in
@@ -76,10 +78,33 @@ def fully_shard_model(
     everyone = mesh if mesh.ndim == 1 else DeviceMesh(mesh.device_type, mesh.mesh.flatten(), mesh_dim_names=("all",))
     for experts in shared:
         _shard_experts(experts, mesh[dim], everyone.size(), policy, options)
-    for layer in layers:
-        fully_shard(layer, mesh=everyone, mp_policy=policy, **options)
-    fully_shard(model, mesh=everyone, mp_policy=policy, **options)
+    for module in (*layers, model):
+        fully_shard(
+            module, mesh=everyone, mp_policy=policy, ignored_params=_at_home(module, everyone, policy), **options
+        )
     return model
+
+
+def _at_home(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> set[nn.Parameter]:
+    """Parameters that FSDP2 would only copy at each use: whole and frozen here, in the dtype of the computation.
+
+    They are brought to the device, which FSDP2 would do.
+    """
+    if mesh.size() > 1:
+        return set()
+    kind = mesh.device_type
+    device = torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+    found = {
+        parameter
+        for parameter in module.parameters()
+        if not parameter.requires_grad
+        and not isinstance(parameter, DTensor)
+        and policy.param_dtype in (None, parameter.dtype)
+    }
+    for parameter in found:
+        if not parameter.is_meta:
+            parameter.data = parameter.data.to(device)
+    return found
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
@@ -101,7 +126,10 @@ def _shard_experts(
 
     # Inputs come from within the layer and have the dtypes that it gives them, the router's weights their own.
     policy = dataclasses.replace(policy, cast_forward_inputs=False)
-    sharded = fully_shard(experts.outermost, mesh=mesh, mp_policy=policy, shard_placement_fn=placement, **options)
+    whole = _at_home(experts.outermost, mesh, policy)
+    sharded = fully_shard(
+        experts.outermost, mesh=mesh, mp_policy=policy, shard_placement_fn=placement, ignored_params=whole, **options
+    )
     # Each process's experts saw the tokens of all, and their gradients are summed here over those with the same part.
     sharded.set_gradient_divide_factor(float(processes))  # type: ignore[attr-defined]
     # Summed, then divided: what NCCL would do in one is not there on other devices, and not for bf16. Alone there is
