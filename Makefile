@@ -23,7 +23,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv demo test test-interpreter test-aten test-aten-long test-slow lint types coverage clean distclean
+.PHONY: help venv demo test test-interpreter test-aten test-aten-long test-cookbook test-slow lint types coverage clean distclean
 
 help:
 	@echo "make demo              set up (first call), then train a small Qwen3 with and without kernels and compare"
@@ -31,6 +31,7 @@ help:
 	@echo "make test-interpreter  only the tests that run Triton kernels on the CPU (TRITON_INTERPRET=1)"
 	@echo "make test-aten         the tests of the ATen level again, on simulated devices and with Triton interpreted"
 	@echo "make test-aten-long    many random calls of every ATen operator, compared with PyTorch's own"
+	@echo "make test-cookbook     the training scripts: tiny models in two processes on the CPU"
 	@echo "make test-slow         the tests that 'make test' leaves out: whole models through interpreted kernels, families in use"
 	@echo "make lint              ruff"
 	@echo "make types             mypy"
@@ -117,18 +118,22 @@ test-aten-long: $(TEST_STAMP)
 	done
 	@TWINKLE_TEST_EXAMPLES=1000 TRITON_INTERPRET=1 $(PYTEST) tests/aten/test_properties.py
 
+# The scripts start processes of their own, each with its threads.
+test-cookbook: $(TEST_STAMP)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest tests/cookbook
+
 # Whole models through interpreted Triton kernels; every family copied, adapted, compiled, hooked, in parallel.
 test-slow: $(TEST_STAMP)
 	@TRITON_INTERPRET=1 $(PYTEST) tests/interpreter -m slow
-	@$(PYTEST) tests --ignore=tests/interpreter -m slow
+	@$(PYTEST) tests --ignore=tests/interpreter --ignore=tests/cookbook -m slow
 
 test: test-interpreter
-	@$(PYTEST) tests --ignore=tests/interpreter -m "not slow" \
+	@$(PYTEST) tests --ignore=tests/interpreter --ignore=tests/cookbook -m "not slow" \
 	    --cov --cov-append --cov-report=term-missing:skip-covered --cov-fail-under=90
 
 lint: $(TEST_STAMP)
 	@$(PY) -m ruff check .
-	@$(PY) -m ruff format --check src ops tests benchmarks
+	@$(PY) -m ruff format --check src ops tests benchmarks cookbook
 
 types: $(TEST_STAMP)
 	@$(PY) -m mypy

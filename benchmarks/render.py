@@ -1,7 +1,7 @@
 """Writes the figures of ``benchmarks/results/`` into the documentation: ``python -m benchmarks.render``.
 
-A page ``docs/<language>/benchmarks.md`` is written by hand, but for what is between ``<!-- generated: NAME -->`` and
-``<!-- end -->``; the plots beside it are generated. A test fails when a page isn't what the results give.
+The pages of ``docs/<language>/`` are written by hand, but for what is between ``<!-- generated: NAME -->`` and
+``<!-- end -->``; the plots beside them are generated. A test fails when a page isn't what the results give.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from benchmarks.texts import TEXTS
 from twinkle.bench.results import read
 
 ROOT = Path(__file__).parents[1]
-PROGRAMS = ("ops", "host", "step", "loss", "moe", "training", "kernelize", "model")
+PROGRAMS = ("ops", "host", "step", "loss", "moe", "distributed", "training", "kernelize", "model")
+PAGES = ("benchmarks.md", "cookbook.md")
 GENERATED = re.compile(r"(?P<begin><!-- generated: (?P<name>[\w ]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 
 
@@ -53,8 +54,8 @@ def rendered(root: Path) -> dict[Path, str]:
     found: dict[Path, str] = {}
     for language, text in TEXTS.items():
         folder = root / "docs" / language
-        page = folder / "benchmarks.md"
-        found[page] = filled(page.read_text(encoding="utf-8"), files, language)
+        for page in (folder / name for name in PAGES):
+            found[page] = filled(page.read_text(encoding="utf-8"), files, language)
         found |= {folder / PLOTS / name: svg for name, svg in plots(files, text).items()}
     return found
 

@@ -155,6 +155,37 @@ def timed(files: Files, text: dict[str, str], device: str, program: str) -> str:
     return "\n\n".join([_run_line(name, found, text), markdown_table(header, rows, 4), *notes])
 
 
+WORK_COLUMNS = ("all_to_all_ms", "sharding_ms", "experts_ms", "rest_ms", "exposed_ms", "peak_memory_gb")
+
+
+def distributed(files: Files, text: dict[str, str], device: str) -> str:
+    """A line per layout and candidate, against the original in the same layout and our own on one device."""
+    name = f"{device}/distributed"
+    if name not in files:
+        return _missing(name, text)
+    found, rows = files[name], []
+    cases = medians(found.results)
+    alone = {
+        who: row for candidates in cases.values() for who, row in candidates.items() if "/1 processes/" in row.case
+    }
+    for (case, _, _), candidates in cases.items():
+        for who, row in candidates.items():
+            assert row.ms
+            each, original = row.figures["tokens_per_s_each"], candidates.get(ORIGINAL)
+            share = f"{each / alone[who].figures['tokens_per_s_each']:.0%}" if who in alone else "-"
+            speed = f"{each:,.0f}"
+            if original and who != ORIGINAL:
+                speed += f" ({factor(each / original.figures['tokens_per_s_each'])})"
+            figures = [f"{row.figures[key]:g}" if key in row.figures else "-" for key in WORK_COLUMNS]
+            _, _, world, ep = case.rsplit("/", 3)
+            rows.append((world.split()[0], ep.split()[1], who, speed, share, significant(row.ms["p50"]), *figures))
+    columns = ("processes", "ep", "who", "each", "of one", "ms p50", *WORK_COLUMNS)
+    header = [text[f"column {key}"] for key in columns]
+    notes = [f"- {row.case.removeprefix('distributed/')}, {row.who}: {row.note}" for row in found.results if row.note]
+    settings = ", ".join(f"{key} {value}" for key, value in found.run["settings"].items() if value not in ("", None))
+    return "\n\n".join([_run_line(name, found, text), settings, markdown_table(header, rows, 3), "\n".join(notes)])
+
+
 def training(files: Files, text: dict[str, str], device: str) -> str:
     """A line per training, how far the kernelized curve is from the others, and both as plots."""
     name = f"{device}/training"
@@ -317,7 +348,14 @@ def section(name: str) -> Section:
     if kind == "chains":
         return chains
     of_device = {
-        "ops": ops, "host": host, "step": step, "training": training, "kernelize": kernelize, "model": model,
-        "loss": functools.partial(timed, program="loss"), "moe": functools.partial(timed, program="moe"),
-    }[kind]  # fmt: skip
+        "ops": ops,
+        "host": host,
+        "step": step,
+        "loss": functools.partial(timed, program="loss"),
+        "moe": functools.partial(timed, program="moe"),
+        "distributed": distributed,
+        "training": training,
+        "kernelize": kernelize,
+        "model": model,
+    }[kind]
     return lambda files, text: of_device(files, text, device)

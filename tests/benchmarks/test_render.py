@@ -18,7 +18,7 @@ from tests.support.results import row
 from twinkle.bench.results import Result, ResultFile
 
 ROOT = render.ROOT
-PAGES = {language: ROOT / "docs" / language / "benchmarks.md" for language in TEXTS}
+PAGES = {f"{language}/{name}": ROOT / "docs" / language / name for name in render.PAGES for language in TEXTS}
 
 
 def test_the_committed_pages_are_what_the_results_give():
@@ -49,11 +49,16 @@ def test_another_figure_makes_another_page(tmp_path, monkeypatch, capsys):
     assert render.main(["--check"]) == 0
 
 
-def test_both_languages_have_the_same_parts_commands_and_words():
-    english, chinese = (page.read_text(encoding="utf-8") for page in PAGES.values())
-    for pattern in (r"<!-- .* -->", r"^#+", r"^python .*$", r"\]\([^)]*\)"):
+@pytest.mark.parametrize("name", render.PAGES)
+def test_both_languages_have_the_same_parts_and_commands(name):
+    english, chinese = ((ROOT / "docs" / language / name).read_text(encoding="utf-8") for language in ("en", "zh"))
+    for pattern in (r"<!-- .* -->", r"^#+", r"^(?:python|torchrun|cookbook/) .*$", r"\]\([^)]*\)", r"`--[\w-]+"):
         found = [re.findall(pattern, page, re.MULTILINE) for page in (english, chinese)]
-        assert found[0] == found[1] != [], pattern
+        assert found[0] == found[1], pattern
+    assert re.findall(r"\]\([^)]*\)", english)
+
+
+def test_both_languages_have_the_same_words():
     needed = {key for key in TEXTS["en"] if not key.startswith("column")}
     assert needed <= TEXTS["zh"].keys() and TEXTS["en"].keys() <= TEXTS["zh"].keys()
 
@@ -79,6 +84,25 @@ def test_what_was_not_measured_is_said_with_the_command():
 
 def run_of(device: str) -> dict:
     return {"device": device, "versions": {"torch": "2.11"}, "ceilings": {"copy_gb_per_s": 4000.0}, "id": "x"}
+
+
+@pytest.mark.parametrize("language", TEXTS)
+def test_layouts_become_a_table(language):
+    def measured(case: str, who: str, each: float) -> Result:
+        figures = {"tokens_per_s_each": each, "tokens_per_s": 2 * each, "experts_ms": 12.5}
+        return row(who, 100.0, f"distributed/tiny/{case}", figures=figures)
+
+    rows = (
+        measured("1 processes/ep 1", "twinkle", 1000.0),
+        measured("2 processes/ep 2", "hf", 300.0),
+        measured("2 processes/ep 2", "twinkle", 900.0),
+        Result("distributed/tiny/4 processes/ep 4", "hf", "9x9", "-", note="no such machine"),
+    )
+    run = {**run_of("GPU"), "settings": {"batch": 4, "layers": None}}
+    text = sections.distributed({"cuda/distributed": ResultFile(run, rows)}, TEXTS[language], "cuda")
+    assert "| 2 | 2 | hf | 300 | - | 100 |" in text
+    assert "| 2 | 2 | twinkle | 900 (3.00x) | 90% | 100 | - | - | 12.5 |" in text
+    assert "- tiny/4 processes/ep 4, hf: no such machine" in text and "batch 4" in text and "layers" not in text
 
 
 @pytest.mark.parametrize("language", TEXTS)

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.experts import FAMILIES, assert_within_the_judgement, gates, made, results, variants
 from tests.support.models import clean_process  # noqa: F401
 from tests.support.triton_device import DEVICE, DTYPES, by_device, examples
 from twinkle import presets
@@ -28,19 +29,6 @@ from twinkle.kernel.verify import allowed_error_used
 
 pytest.importorskip("transformers")
 
-FAMILIES = {
-    "mixtral": "MixtralExperts",
-    "qwen3_moe": "Qwen3MoeExperts",
-    "qwen3_next": "Qwen3NextExperts",
-    "qwen3_vl_moe": "Qwen3VLMoeTextExperts",
-    "qwen3_5_moe": "Qwen3_5MoeExperts",
-    "glm4_moe": "Glm4MoeExperts",
-    "gemma4": "Gemma4TextExperts",
-    "deepseek_v3": "DeepseekV3Experts",
-    "deepseek_v4": "DeepseekV4Experts",
-    "gpt_oss": "GptOssExperts",
-}
-
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,49 +36,6 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("UP", "ROWS", "GATE_BACKWARD", "WEIGHT"):
         if DEVICE == "cpu":
             monkeypatch.setattr(triton_launch, name, triton_launch.Tiles(16, 16, 16, 4, 2, group=2))
-
-
-gates = st.sampled_from(
-    [Gate("silu"), Gate("gelu"), Gate("gelu_tanh"), Gate("silu", 0.8), Gate("silu", 0.7, 1.702, 1.0)]
-)
-variants = st.builds(MoeExpertsVariant, gates, st.booleans(), st.booleans(), st.booleans())
-
-
-def made(
-    variant: MoeExpertsVariant, sizes: tuple[int, ...], dtype: torch.dtype, seed: int, strangers: bool
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Differentiable inputs by name, and the chosen experts."""
-    tokens, hidden, width, experts, top_k = sizes
-    generator = torch.Generator().manual_seed(seed)
-    shapes = {"gate_up": (experts, 2 * width, hidden), "down": (experts, hidden, width)}
-    if variant.transposed:
-        shapes = {name: (experts, shape[2], shape[1]) for name, shape in shapes.items()}
-    shapes |= {"x": (tokens, hidden), "weights": (tokens, top_k)}
-    if variant.bias:
-        shapes |= {"gate_up_bias": (experts, 2 * width), "down_bias": (experts, hidden)}
-    inputs = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    for name in ("gate_up", "down"):
-        inputs[name] /= hidden**0.5
-    inputs["weights"] = inputs["weights"].abs()
-    index = torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)])
-    if experts > top_k:
-        index[index == experts - 1] = 0  # an expert without tokens; a token may have chosen another one twice then
-    if strangers:
-        index[::3, 0] = experts
-        index[1::4, -1] = -1
-    return {name: t.to(DEVICE, dtype) for name, t in inputs.items()}, index.to(DEVICE)
-
-
-def results(
-    function: Any, inputs: dict[str, torch.Tensor], index: torch.Tensor, variant: MoeExpertsVariant, dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
-    """The output and every input's gradient."""
-    leaves = {name: tensor.detach().to(dtype).requires_grad_() for name, tensor in inputs.items()}
-    stacks = tuple(leaves.get(name) for name in ("gate_up", "down", "gate_up_bias", "down_bias"))
-    out = function(leaves["x"], index, leaves["weights"], stacks, variant)
-    seed = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(out)
-    gradients = torch.autograd.grad(out, list(leaves.values()), seed)
-    return {"output": out.detach(), **dict(zip(leaves, gradients, strict=True))}
 
 
 @contextlib.contextmanager
@@ -163,19 +108,6 @@ def test_what_pytorchs_products_cant_take() -> None:
     assert chosen(plain, (13, 24, 16, 5, 2), torch.bfloat16) is triton_products
     for variant in (MoeExpertsVariant(Gate("silu"), bias=True), MoeExpertsVariant(Gate("silu"), interleaved=True)):
         assert chosen(variant, fitting, torch.bfloat16) is triton_products
-
-
-def assert_within_the_judgement(
-    found: dict[str, torch.Tensor],
-    inputs: dict[str, torch.Tensor],
-    index: torch.Tensor,
-    variant: MoeExpertsVariant,
-    dtype: torch.dtype,
-) -> None:
-    theirs = results(moe_experts, inputs, index, variant, dtype)
-    exact = results(moe_experts, inputs, index, variant, torch.float64)
-    used = {name: allowed_error_used(found[name], theirs[name], exact[name]) for name in exact}
-    assert max(used.values()) <= 1, used
 
 
 @pytest.mark.parametrize("frozen", [("x", "weights"), ("gate_up", "down"), ("x", "gate_up"), ("weights", "down")])

@@ -471,7 +471,12 @@ INSTALLED = {
     "llama": {"LlamaRMSNorm": 5, "apply_rotary_pos_emb": 1},
     "gemma": {"GemmaRMSNorm": 5, "apply_rotary_pos_emb": 1},
     "olmo2": {"Olmo2RMSNorm": 9, "apply_rotary_pos_emb": 1},
-    "qwen3_next": {"Qwen3NextRMSNorm": 7, "Qwen3NextRMSNormGated.forward": 1, "apply_rotary_pos_emb": 1},
+    "qwen3_next": {
+        "Qwen3NextRMSNorm": 7,
+        "Qwen3NextRMSNormGated.forward": 1,
+        "apply_rotary_pos_emb": 1,
+        "Qwen3NextExperts.forward": 1,
+    },
     "glm4": {"Glm4RMSNorm": 9, "apply_rotary_pos_emb": 1},
 }
 
@@ -491,7 +496,7 @@ def test_whole_models(family, dtype):
         else:
             assert row.why().startswith("torch: backend torch is not registered for op"), target
     ops = {row.op for row in rows_of(model).values() if row.state != "installed"}
-    assert ops <= {"swiglu", "geglu", "moe_experts", "moe_block"}
+    assert ops <= {"swiglu", "geglu", "moe_block"}
     unkernelize(model)
 
 
@@ -499,5 +504,6 @@ def test_every_op_with_a_torch_backend_has_a_measured_place():
     from twinkle.kernel import registry
 
     with_torch = {op for op, definition in registry.ops().items() if "torch" in definition.implementations}
-    assert with_torch - {"causal_lm_loss"} == FASTER.keys()  # that one saves memory, and is in no default
+    # The one saves memory, the other is for compilers and machines without Triton; neither is in a default.
+    assert with_torch - {"causal_lm_loss", "moe_experts"} == FASTER.keys()
     assert all(itertools.chain(FASTER.values()))

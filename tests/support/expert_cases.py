@@ -19,7 +19,7 @@ from twinkle import presets
 from twinkle.kernel import kernelize
 from twinkle.kernel.undo import unkernelize
 from twinkle.moe import apply_expert_parallel, gather_state_dict, load_state_dict
-from twinkle.moe.expert_parallel import is_experts
+from twinkle.moe.parts import is_experts
 
 Change = Callable[[nn.Module], Any]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -19,33 +21,47 @@ from twinkle.kernel.testing import register_test_backends
 Cases = Mapping[str, Callable[[DeviceMesh], Any]]
 
 
-def problems(folder: Path, world: int, cases: str) -> dict[str, str]:
+PATIENCE = 60
+"""Seconds after which processes that wait for one that is gone count as hanging."""
+
+
+def problems(folder: Path, world: int, cases: str, death: str | None = None) -> dict[str, str]:
     """Runs all cases in one set of processes, since starting them takes longer than the cases do.
 
     Args:
         cases: ``module:name`` of the mapping; each case gets a mesh of all processes.
+        death: ``module:name`` of a case that kills a process and is run last; the others have to end with an error.
 
     Returns:
         case and process -> the traceback, empty where it passed.
     """
-    multiprocessing.spawn(_worker, args=(str(folder), world, cases), nprocs=world)
+    context = multiprocessing.spawn(_worker, args=(str(folder), world, cases, death), nprocs=world, join=False)
+    assert context is not None
+    for process in context.processes:
+        process.join()
     found = {}
-    for number, case in enumerate(_load(cases)):
+    for rank, process in enumerate(context.processes):
+        said = folder / f"death.{rank}"
+        if death is not None and rank < world - 1:
+            found[f"death, process {rank}"] = said.read_text() if said.exists() else "was not reached"
+        elif death is None and process.exitcode:
+            found[f"process {rank}"] = f"ended with exit code {process.exitcode}"
+    loaded: Cases = _load(cases)
+    for number, case in enumerate(loaded):
         for rank in range(world):
             file = folder / f"{number}.{rank}"
             found[f"{case}, process {rank}"] = file.read_text() if file.exists() else "was not reached"
     return found
 
 
-def _load(cases: str) -> Cases:
+def _load(cases: str) -> Any:
     import importlib
 
     module, _, name = cases.partition(":")
-    loaded: Cases = getattr(importlib.import_module(module), name)
-    return loaded
+    return getattr(importlib.import_module(module), name)
 
 
-def _worker(rank: int, folder: str, world: int, cases: str) -> None:
+def _worker(rank: int, folder: str, world: int, cases: str, death: str | None) -> None:
     """Runs all cases in one of the processes; writes for each a file with the traceback, empty when it passed."""
     torch.set_num_threads(1)
     register_test_backends()
@@ -62,4 +78,20 @@ def _worker(rank: int, folder: str, world: int, cases: str) -> None:
         if problem:  # the other processes may wait for this one in vain
             sys.stdout.flush()
             break
+    else:
+        if death is not None:
+            Path(folder, f"death.{rank}").write_text(_outlived(_load(death), mesh))
+            os._exit(0)  # what is left of the group can't be taken apart together
     dist.destroy_process_group()
+
+
+def _outlived(death: Callable[[DeviceMesh], Any], mesh: DeviceMesh) -> str:
+    """What was wrong with the end of a process that another one's death has to stop."""
+    dist.barrier()
+    begin = time.monotonic()
+    try:
+        death(mesh)
+    except Exception:
+        seconds = time.monotonic() - begin
+        return "" if seconds < PATIENCE else f"it took {seconds:.0f} s"
+    return "no error"

@@ -6,10 +6,11 @@ by expert, so it is one piece for each receiver; what it receives lies sender by
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 from torch.distributed import _functional_collectives as collectives
 
 from twinkle.kernel.ops.moe.routing import Route, route
@@ -54,9 +55,7 @@ def dispatch(
     # One copy to the host, and it must be waited for: sizes that are read early are garbage.
     sizes = torch.stack([counts.view(processes, own).sum(1), theirs.view(processes, own).sum(1)]).tolist()
     sent, received = sizes
-    total = sum(sent)
-    # By indexing: the backward of index_select is wrong in some releases of torch_npu.
-    rows = x[to.slots[:total] // to.top_k]
+    rows = _Rows.apply(x, to, sum(sent))
     arrived = _exchanged(rows, received, sent, group)
     local = torch.arange(own, device=x.device).repeat(processes).repeat_interleave(theirs, output_size=sum(received))
     return Dispatch(to, sent, received, arrived, weights), local
@@ -65,11 +64,60 @@ def dispatch(
 def combine(results: torch.Tensor, sent: Dispatch, group: dist.ProcessGroup) -> torch.Tensor:
     """Sends the experts' results ``[N, H]`` back and adds them up: ``[T, H]`` for this process's tokens."""
     rows = _exchanged(results, sent.sent, sent.received, group)
-    nobody = sent.to.places < 0
-    # A row of zeros at the end is what a slot without an expert gets.
+    return _Sums.apply(rows, sent.weights, sent.to)  # type: ignore[no-any-return]
+
+
+# A row goes to several places and comes back from them. Both ways, and in both gradients, it is gathered by indexing:
+# adding rows up where they belong, which autograd would do, sorts them first and is many times slower; and the backward
+# of index_select is wrong in some releases of torch_npu.
+
+
+class _Rows(torch.autograd.Function):
+    """``[S, H]``: each slot's token's row, sorted by expert; the first ``total`` slots have one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, to: Route, total: int) -> torch.Tensor:
+        ctx.save_for_backward(to.places)
+        return x[to.slots[:total] // to.top_k]
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return _chosen(grad, places).sum(1), None, None
+
+
+class _Sums(torch.autograd.Function):
+    """``[T, H]``: each token's rows, by its weights."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, to: Route) -> torch.Tensor:
+        ctx.save_for_backward(rows, weights, to.places, to.slots)
+        chosen = _chosen(rows, to.places)
+        if weights.dtype == rows.dtype:  # one pass, adding up in fp32
+            return torch.bmm(weights[:, None], chosen).squeeze(1)
+        return (chosen * weights[..., None]).sum(1).to(rows.dtype)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        rows, weights, places, slots = ctx.saved_tensors
+        drows = dweights = None
+        if ctx.needs_input_grad[0]:
+            slots = slots[: len(rows)]
+            drows = (grad[slots // places.shape[1]] * weights.reshape(-1)[slots, None]).to(rows.dtype)
+        if ctx.needs_input_grad[1]:
+            dweights = torch.bmm(_chosen(rows, places), grad[..., None]).squeeze(-1).to(weights.dtype)
+        return drows, dweights, None
+
+
+def _chosen(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """``[T, K, H]``: what a token's choices gave; zeros for one that names no expert."""
+    if len(rows) == places.numel():
+        return rows[places.long()]
+    # A row of zeros at the end is for choices without an expert.
     rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-    chosen = rows[sent.to.places.long().masked_fill(nobody, len(rows) - 1)]
-    return (chosen * sent.weights[..., None]).sum(1).to(results.dtype)
+    return rows[places.long().masked_fill(places < 0, len(rows) - 1)]
 
 
 def _exchanged(rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> torch.Tensor:

@@ -3,42 +3,34 @@
 The experts' module itself is used as it is, with fewer experts: hooks around it send the tokens to their experts'
 owners and the results back. So whatever computes the experts, transformers' own code or a kernel that ``kernelize``
 installed, before or after, does it here as well, and router, shared experts and auxiliary losses are the model's own.
+LoRA on the experts' stacks, by PEFT's wrappers around the module, is shared like the stacks.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from twinkle.moe.dispatch import Dispatch, combine, dispatch
-
-STACKS = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
-"""Parameters of an experts module whose first dimension is the experts."""
-
-
-class Shard(NamedTuple):
-    """What an experts module knows about its part, under ``module._twinkle_experts``.
-
-    Attributes:
-        experts: of all processes together.
-        group: the processes.
-        names: the parameters that are parts.
-    """
-
-    experts: int
-    group: dist.ProcessGroup
-    names: tuple[str, ...]
+from twinkle.moe.parts import STACKS, Experts, Part, factors, find_experts
 
 
 def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, *, dim: str = "ep") -> nn.Module:
     """Leaves each process its part of the experts of every mixture-of-experts layer.
 
-    To be called on the whole model in every process, before ``fully_shard`` and before an optimizer is made.
+    To be called on the whole model in every process, before ``fully_shard`` and before an optimizer is made. LoRA
+    adapters of the experts may be there already, or be added afterwards; in the latter case each process draws its
+    own experts' at random.
+
+    An expert's gradient is that of the sum of the processes' losses, not of their mean as with data parallelism:
+    :func:`~twinkle.moe.fully_shard_model` divides it.
 
     Args:
         model: changed in place; transformers' experts modules with stacked weights are found in it.
@@ -50,32 +42,21 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, *, dim: str = "ep"
 
     Raises:
         ValueError: the mesh has no such dimension, the model no such experts, their number isn't a multiple of the
-            processes', or they are parts already; nothing was changed.
+            processes', they are parts or sharded already, or have adapters that can't be parted; nothing was changed.
     """
     if dim not in (mesh.mesh_dim_names or ()):
         raise ValueError(f"the mesh has no dimension {dim!r}; its dimensions: {mesh.mesh_dim_names or 'unnamed'}")
     group = mesh.get_group(dim)
-    processes, rank = dist.get_world_size(group), dist.get_rank(group)
-    found = {name: module for name, module in model.named_modules() if is_experts(module)}
+    found = find_experts(model)
     if not found:
         wanted = "modules with stacked weights gate_up_proj and down_proj"
         raise ValueError(f"{type(model).__name__} has no experts to share: no {wanted}")
-    for name, module in found.items():
-        if hasattr(module, "_twinkle_experts"):
-            raise ValueError(f"{name}: the experts are shared among processes already")
-        if number_of_experts(module) % processes:
-            raise ValueError(f"{name}: {number_of_experts(module)} experts can't be shared among {processes} processes")
-    if processes > 1:
-        for module in found.values():
-            _share(module, group, processes, rank)
+    for experts in found:
+        _check(experts, dist.get_world_size(group))
+    if dist.get_world_size(group) > 1:
+        for experts in found:
+            _share(experts, group)
     return model
-
-
-def is_experts(module: nn.Module) -> bool:
-    """Whether a module has the weights of several experts in stacks of its own."""
-    parameters = module._parameters
-    stacks = (parameters.get(name) for name in STACKS[:2])
-    return hasattr(module, "num_experts") and all(stack is not None and stack.dim() == 3 for stack in stacks)
 
 
 def number_of_experts(module: nn.Module) -> int:
@@ -83,30 +64,62 @@ def number_of_experts(module: nn.Module) -> int:
     return int(module._parameters["gate_up_proj"].shape[0])  # type: ignore[union-attr]
 
 
-def _share(module: Any, group: dist.ProcessGroup, processes: int, rank: int) -> None:
-    experts = number_of_experts(module)
-    own = experts // processes
-    names = tuple(name for name in STACKS if module._parameters.get(name) is not None)
-    for name in names:
-        whole = module._parameters[name]
-        part = whole.detach()[rank * own : (rank + 1) * own].clone()
-        module._parameters[name] = nn.Parameter(part, requires_grad=whole.requires_grad)
+def _check(experts: Experts, processes: int) -> None:
+    name, module, wrappers = experts
+    number = number_of_experts(module)
+    if hasattr(module, "_twinkle_part"):
+        raise ValueError(f"{name}: the experts are shared among processes already")
+    if any(isinstance(parameter, DTensor) for parameter in experts.outermost.parameters()):
+        raise ValueError(f"{name}: the experts are sharded already; call apply_expert_parallel before fully_shard")
+    if number % processes:
+        raise ValueError(f"{name}: {number} experts can't be shared among {processes} processes")
+    for outer, wrapper in wrappers:
+        if wrapper.num_experts != number:
+            raise ValueError(
+                f"{outer}: the adapter of {wrapper.parameter_name} isn't one for each expert, so it can't be shared; "
+                f"adapt {' and '.join(STACKS[:2])} only"
+            )
+
+
+def _share(experts: Experts, group: dist.ProcessGroup) -> None:
+    _, module, wrappers = experts
+    number = number_of_experts(module)
+    part = Part(number, group)
+    for name in STACKS:
+        if module._parameters.get(name) is not None:
+            module._parameters[name] = _cut(module._parameters[name], part)
+    own = number // dist.get_world_size(group)
+    for _, wrapper in wrappers:
+        wrapper.num_experts = own
+        for _, factor, second in factors(wrapper):
+            factor.weight = _cut(factor.weight, part._replace(inner=second))
+            factor.out_features, factor.in_features = factor.weight.shape
     module.num_experts = own
-    module._twinkle_experts = Shard(experts, group, names)
+    module._twinkle_part = part
     module._twinkle_under_way = None
     module.register_forward_pre_hook(_send, with_kwargs=True)
     module.register_forward_hook(_fetch)
 
 
+def _cut(parameter: torch.Tensor, part: Part) -> nn.Parameter:
+    # A copy, so that the whole can be freed.
+    return nn.Parameter(part.cut(parameter.detach()).clone(), requires_grad=parameter.requires_grad)
+
+
 def _send(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Before the experts: other processes' tokens in the place of this one's, each for one expert."""
     # Named arguments may come in any order.
-    bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+    bound = _signature(type(module).forward).bind(module, *args, **kwargs)
     _, x, index, weights = bound.args
-    shard: Shard = module._twinkle_experts
-    under_way, local = dispatch(x, index, weights, shard.experts, shard.group)
+    part: Part = module._twinkle_part
+    under_way, local = dispatch(x, index, weights, part.experts, part.group)
     module._twinkle_under_way = under_way
     return (under_way.arrived, local[:, None], weights.new_ones(len(local), 1)), {}
+
+
+@functools.lru_cache(maxsize=64)
+def _signature(forward: Any) -> inspect.Signature:
+    return inspect.signature(forward)
 
 
 def _fetch(module: Any, args: tuple[Any, ...], results: torch.Tensor) -> torch.Tensor:
@@ -115,7 +128,8 @@ def _fetch(module: Any, args: tuple[Any, ...], results: torch.Tensor) -> torch.T
     module._twinkle_under_way = None
     if not len(under_way.arrived):
         # Nothing came in. What is sent back must hang on what came and on the weights all the same: the backward is a
-        # collective, which every process has to reach, and so is FSDP's reduction of the weights' gradients.
-        nothing = sum(parameter.flatten()[:1].sum() * 0 for parameter in module.parameters(recurse=False))
-        results = under_way.arrived + nothing
-    return combine(results, under_way, module._twinkle_experts.group)
+        # collective, which every process has to reach, and so is FSDP's reduction of the weights' gradients. Adapters
+        # are behind the attributes while they are at work.
+        stacks = (getattr(module, name, None) for name in STACKS)
+        results = under_way.arrived + sum(stack.flatten()[:0].sum() for stack in stacks if stack is not None)
+    return combine(results, under_way, module._twinkle_part.group)

@@ -15,6 +15,11 @@ register_op(
             lazy_import("twinkle.kernel.ops.triton_support:available"),
             lazy_import(f"{_HERE}.triton:accepts"),
         ),
+        "torch": KernelImpl(
+            lazy_import(f"{_HERE}.torch:load"),
+            lazy_import("twinkle.kernel.ops.torch_support:available"),
+            lazy_import(f"{_HERE}.torch:accepts"),
+        ),
         "liger": KernelImpl(
             lazy_import(f"{_HERE}.liger:load"),
             lazy_import(f"{_HERE}.liger:available"),

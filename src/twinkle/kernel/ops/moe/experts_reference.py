@@ -59,17 +59,19 @@ class MoeExpertsVariant:
         transposed: weights are ``[E, H, 2 I]`` and ``[E, I, H]``.
         interleaved: gate and up are taken in turns from the first projection, not one after the other.
         bias: both projections have one, ``gate_up_proj_bias [E, 2 I]`` and ``down_proj_bias [E, H]``.
+        implementation: which of transformers' implementations the configuration names; None where none is asked for.
     """
 
     gate: Gate
     transposed: bool = False
     interleaved: bool = False
     bias: bool = False
+    implementation: str | None = None
 
     @property
     def plain(self) -> bool:
         """Whether nothing but the activation is out of the ordinary."""
-        return self == MoeExpertsVariant(Gate(self.gate.activation))
+        return dataclasses.replace(self, implementation=None) == MoeExpertsVariant(Gate(self.gate.activation))
 
 
 WEIGHTS = ("gate_up_proj", "down_proj")
@@ -85,6 +87,19 @@ def stacks_of(module: Any, variant: MoeExpertsVariant) -> Stacks:
     if not variant.bias:
         return module.gate_up_proj, module.down_proj, None, None
     return module.gate_up_proj, module.down_proj, module.gate_up_proj_bias, module.down_proj_bias
+
+
+def implementation_of(module: Any) -> str | None:
+    """The key under which transformers looks for what computes these experts: ``config._experts_implementation``."""
+    return getattr(getattr(module, "config", None), "_experts_implementation", None)
+
+
+def other_implementation(module: Any, variant: MoeExpertsVariant) -> str | None:
+    """Why the original is to serve a call: since the kernel was installed, the user has chosen another one."""
+    asked = implementation_of(module)
+    if asked == variant.implementation:
+        return None
+    return f"the configuration asks for the experts' implementation {asked!r} now, not {variant.implementation!r}"
 
 
 def moe_experts(
@@ -163,12 +178,13 @@ def probe(site: Site) -> MoeExpertsVariant | Reason:
     module = site.module
     assert module is not None
     shapes = {name: len(shape_of(p)) for name, p in module._parameters.items() if p is not None}
-    stacks, bias = dict.fromkeys(WEIGHTS, 3), dict.fromkeys(BIASES, 2)
-    if shapes not in (stacks, stacks | bias):
+    stacks, biases = dict.fromkeys(WEIGHTS, 3), dict.fromkeys(BIASES, 2)
+    if shapes not in (stacks, stacks | biases):
         return Reason("not-this-op", f"{site.owner.__qualname__} has parameters {shapes}, not two stacks of weights")
     transposed = bool(getattr(module, "is_transposed", False))
     interleaved = not getattr(module, "is_concatenated", True)
-    fitting = [MoeExpertsVariant(gate, transposed, interleaved, shapes != stacks) for gate in _gates(module)]
+    bias, implementation = shapes != stacks, implementation_of(module)
+    fitting = [MoeExpertsVariant(gate, transposed, interleaved, bias, implementation) for gate in _gates(module)]
     _, index, shares = small_inputs()
     inputs = uneven(TOKENS, HIDDEN, seed=72), index, shares
     for training in (True, False):

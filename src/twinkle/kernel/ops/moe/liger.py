@@ -16,10 +16,10 @@ from torch import nn
 from twinkle.kernel.ops import liger_support
 from twinkle.kernel.ops.derived import layer
 from twinkle.kernel.ops.liger_support import call_reason, device_reason, differentiable_once, launch, liger_function
+from twinkle.kernel.ops.moe.experts_reference import MoeExpertsVariant, other_implementation
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
-    from twinkle.kernel.ops.moe.experts_reference import MoeExpertsVariant
     from twinkle.kernel.targets import Site
 
 available = functools.partial(liger_support.available, ("LigerFusedMoEFunction",))
@@ -58,6 +58,7 @@ def _tuning_reason() -> Reason | None:
 
 def load(target: Any, site: Site) -> type[nn.Module]:
     """The layer class."""
+    variant: MoeExpertsVariant = site.variant
     function = differentiable_once(liger_function("LigerFusedMoEFunction"))
 
     def forward(
@@ -74,7 +75,8 @@ def load(target: Any, site: Site) -> type[nn.Module]:
     def accepts_call(
         self: Any, hidden_states: torch.Tensor, top_k_index: Any = None, top_k_weights: Any = None
     ) -> str | None:
-        reason = call_reason(hidden_states, top_k_weights, self.gate_up_proj, self.down_proj)
+        reason = other_implementation(self, variant)
+        reason = reason or call_reason(hidden_states, top_k_weights, self.gate_up_proj, self.down_proj)
         if reason is not None:
             return reason
         if hidden_states.dim() != 2 or top_k_index.dim() != 2 or top_k_index.device != hidden_states.device:

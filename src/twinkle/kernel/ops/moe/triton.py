@@ -16,7 +16,13 @@ from torch.compiler import is_compiling
 from twinkle.kernel.ops.derived import layer
 from twinkle.kernel.ops.moe import torch_products, triton_products
 from twinkle.kernel.ops.moe import triton_launch as launch
-from twinkle.kernel.ops.moe.experts_reference import MoeExpertsVariant, Stacks, moe_experts, stacks_of
+from twinkle.kernel.ops.moe.experts_reference import (
+    MoeExpertsVariant,
+    Stacks,
+    moe_experts,
+    other_implementation,
+    stacks_of,
+)
 from twinkle.kernel.ops.moe.routing import Route
 from twinkle.kernel.ops.moe.triton_routing import route
 from twinkle.kernel.ops.triton_support import call_reason, device_reason, gradients_with_graph
@@ -148,7 +154,7 @@ def load(target: Any, site: Site) -> type[nn.Module]:
         if is_compiling():
             return "inside a compiler, which can't see into it"
         stacks = stacks_of(self, variant)
-        reason = call_reason(hidden_states, top_k_weights, *stacks)
+        reason = other_implementation(self, variant) or call_reason(hidden_states, top_k_weights, *stacks)
         if reason is not None:
             return reason
         if hidden_states.dim() != 2 or top_k_index.dim() != 2 or top_k_weights.shape != top_k_index.shape:

@@ -1,0 +1,315 @@
+"""The ``torch`` backend of ``moe_experts``: PyTorch's grouped matrix product, with few passes over the rows.
+
+Rows are sorted by expert as for the Triton programs. What goes back to the tokens is gathered by each token's places,
+both ways: adding rows up where they belong is slow on every device. Under a compiler, which sees through all of it, the
+same formula is differentiated by PyTorch and fused.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.compiler import is_compiling
+
+from twinkle.kernel.ops.derived import layer
+from twinkle.kernel.ops.moe.experts_reference import (
+    Gate,
+    MoeExpertsVariant,
+    Stacks,
+    moe_experts,
+    other_implementation,
+    stacks_of,
+)
+from twinkle.kernel.ops.moe.routing import Route, route
+from twinkle.kernel.ops.torch_support import transformed
+from twinkle.kernel.ops.triton_support import gradients_with_graph
+from twinkle.reasons import Reason
+
+if TYPE_CHECKING:
+    from twinkle.kernel.targets import Site
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+# --- the formula ------------------------------------------------------------------------------------------------------
+
+
+def grouped_experts(
+    x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, stacks: Stacks, variant: MoeExpertsVariant
+) -> torch.Tensor:
+    """Every token through its chosen experts, see :func:`~twinkle.kernel.ops.moe.experts_reference.moe_experts`."""
+    to = route(index, stacks[0].shape[0])
+    nobody = _nobody(to)
+    # What a product leaves as it was is not a number perhaps, in either direction.
+    rows = _rows(x, to).masked_fill(nobody, 0)
+    projected = _projected(rows, to, stacks, variant).masked_fill(nobody, 0)
+    result = F.grouped_mm(_gated(projected, variant), _inwards(stacks[1], variant), offs=to.ends).masked_fill(nobody, 0)
+    return _combined(result, index, weights, to, stacks[3])
+
+
+def _nobody(to: Route) -> torch.Tensor:
+    """``[S, 1]``: rows behind those of the last expert, which a grouped product leaves as they were."""
+    return (torch.arange(to.slots.numel(), device=to.slots.device) >= to.ends[-1])[:, None]
+
+
+def _rows(tokens: torch.Tensor, to: Route) -> torch.Tensor:
+    """Each slot's token's row."""
+    return tokens[to.slots // to.top_k]
+
+
+def _projected(rows: torch.Tensor, to: Route, stacks: Stacks, variant: MoeExpertsVariant) -> torch.Tensor:
+    product, bias = F.grouped_mm(rows, _inwards(stacks[0], variant), offs=to.ends), stacks[2]
+    if bias is None:
+        return product
+    # As a product, whose gradient adds up a bias's rows in fp32, and in pieces; that of an index doesn't.
+    return product + F.one_hot(_experts(to), len(bias)).to(bias.dtype) @ bias
+
+
+def _inwards(stack: torch.Tensor, variant: MoeExpertsVariant) -> torch.Tensor:
+    """A stack as ``[E, inputs, outputs]``."""
+    return stack if variant.transposed else stack.transpose(1, 2)
+
+
+def _experts(to: Route) -> torch.Tensor:
+    """Each row's expert; the last one's for those of nobody."""
+    numbers = torch.arange(to.slots.numel(), dtype=torch.int32, device=to.ends.device)
+    return torch.searchsorted(to.ends, numbers, right=True).clamp(max=to.ends.numel() - 1)
+
+
+def _halves(projected: torch.Tensor, variant: MoeExpertsVariant) -> tuple[torch.Tensor, torch.Tensor]:
+    if variant.interleaved:
+        return projected[:, ::2], projected[:, 1::2]
+    gate, up = projected.chunk(2, dim=-1)
+    return gate, up
+
+
+def _gated(projected: torch.Tensor, variant: MoeExpertsVariant) -> torch.Tensor:
+    return variant.gate(*_halves(projected, variant))
+
+
+def _combined(
+    result: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, to: Route, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Each token's results, weighted and added up, with the experts' biases: ``[T, H]``."""
+    chosen = _of_tokens(result, to)
+    if weights.dtype == result.dtype:
+        total = torch.bmm(weights[:, None], chosen).squeeze(1)
+    else:
+        total = (chosen * weights[..., None]).sum(1).to(result.dtype)
+    return total if bias is None else total + _shares(index, weights, len(bias)).to(bias.dtype) @ bias
+
+
+def _of_tokens(rows: torch.Tensor, to: Route) -> torch.Tensor:
+    """Rows back where the slots were: ``[T, K, ...]``. Gathered: adding them up where they belong is slow."""
+    places = torch.empty_like(to.slots)
+    places[to.slots] = torch.arange(to.slots.numel(), device=to.slots.device)
+    return rows[places].view(*to.places.shape, -1)
+
+
+def _shares(index: torch.Tensor, weights: torch.Tensor, experts: int) -> torch.Tensor:
+    """``[T, E]`` fp32: each token's weight for each expert."""
+    known = (index >= 0) & (index < experts)
+    total = torch.zeros(len(index), experts, dtype=torch.float32, device=index.device)
+    return total.scatter_add(1, index.where(known, 0), weights.float().where(known, 0))
+
+
+# --- its gradients ----------------------------------------------------------------------------------------------------
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        gate_up_bias: torch.Tensor | None,
+        down_bias: torch.Tensor | None,
+        index: torch.Tensor,
+        variant: MoeExpertsVariant,
+    ) -> torch.Tensor:
+        stacks = gate_up, down, gate_up_bias, down_bias
+        to = route(index, gate_up.shape[0])
+        projected = _projected(_rows(x, to), to, stacks, variant)
+        result = F.grouped_mm(_gated(projected, variant), _inwards(down, variant), offs=to.ends)
+        ctx.variant = variant
+        ctx.save_for_backward(x, weights, *stacks, index, projected, *to[:3])
+        return _combined(result.masked_fill_(_nobody(to), 0), index, weights, to, down_bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        x, weights, gate_up, down, gate_up_bias, down_bias, index, projected, slots, places, ends = ctx.saved_tensors
+        stacks, variant, needed = (gate_up, down, gate_up_bias, down_bias), ctx.variant, ctx.needs_input_grad[:6]
+        if torch.is_grad_enabled():  # the gradient is to be differentiated again
+            formula = functools.partial(_by_formula, index=index, variant=variant)
+            return (*gradients_with_graph(formula, (x, weights, *stacks), needed, grad), None, None)
+        to = Route(slots, places, ends, index.shape[-1])
+        return (*_gradients(x, index, weights, stacks, variant, projected, to, grad, needed), None, None)
+
+
+def _gradients(
+    x: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    stacks: Stacks,
+    variant: MoeExpertsVariant,
+    projected: torch.Tensor,
+    to: Route,
+    grad: torch.Tensor,
+    needed: tuple[bool, ...],
+) -> list[torch.Tensor | None]:
+    """Of ``x``, the router's weights and the four stacks."""
+    nobody, (gate_up, down, gate_up_bias, down_bias) = _nobody(to), stacks
+    found: list[torch.Tensor | None] = [None] * 6
+    grads = _rows(grad, to)
+    share = weights.reshape(-1)[to.slots, None]
+    back = F.grouped_mm(grads, _inwards(down, variant).transpose(1, 2), offs=to.ends)
+    product = _gated(projected, variant)
+    if needed[1]:
+        shares = (back.float() * product.float()).sum(-1, keepdim=True).masked_fill(nobody, 0)
+        dweights = _of_tokens(shares, to).squeeze(-1)
+        if down_bias is not None:
+            known = (index >= 0) & (index < len(down_bias))
+            dweights += (grad.float() @ down_bias.float().t()).gather(1, index.where(known, 0)).where(known, 0)
+        found[1] = dweights.to(weights.dtype)
+    if needed[3]:
+        found[3] = _outer(grads, (product * share).to(product.dtype), to, variant)
+    if needed[5] and down_bias is not None:
+        found[5] = (_shares(index, weights, len(down_bias)).t() @ grad.float()).to(down_bias.dtype)
+    if not (needed[0] or needed[2] or needed[4]):
+        return found
+    dprojected = _gate_backward((back * share).to(back.dtype), projected, variant)
+    if needed[0]:
+        dx = F.grouped_mm(dprojected, _inwards(gate_up, variant).transpose(1, 2), offs=to.ends)
+        found[0] = _of_tokens(dx.masked_fill_(nobody, 0), to).sum(1)
+    if needed[2]:
+        found[2] = _outer(dprojected, _rows(x, to), to, variant)
+    if needed[4] and gate_up_bias is not None:
+        chosen = F.one_hot(_experts(to), len(gate_up_bias)).float()
+        found[4] = (chosen.t() @ dprojected.float().masked_fill(nobody, 0)).to(gate_up_bias.dtype)
+    return found
+
+
+def _outer(outputs: torch.Tensor, inputs: torch.Tensor, to: Route, variant: MoeExpertsVariant) -> torch.Tensor:
+    """A stack's gradient from the gradient of what it puts out and what it was given."""
+    a, b = (inputs, outputs) if variant.transposed else (outputs, inputs)
+    return F.grouped_mm(a.t(), b, offs=to.ends)
+
+
+def _gate_backward(grad: torch.Tensor, projected: torch.Tensor, variant: MoeExpertsVariant) -> torch.Tensor:
+    """From the gated product's gradient ``[S, I]`` to the projections' ``[S, 2 I]``."""
+    gate, up = _halves(projected, variant)
+    dgate, dup = _of_gate(grad, gate, up, variant.gate)
+    if variant.interleaved:
+        return torch.stack((dgate, dup), dim=-1).flatten(1)
+    return torch.cat((dgate, dup), dim=-1)
+
+
+def _of_gate(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: Gate) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of gate and up, in closed form."""
+    limited, bounded = gate, up
+    if kind.limit is not None:
+        limited, bounded = gate.clamp(max=kind.limit), up.clamp(-kind.limit, kind.limit)
+    inner = grad * (bounded + kind.offset)
+    if kind.alpha != 1.0:
+        sigmoid = torch.sigmoid(limited * kind.alpha)
+        value = limited * sigmoid
+        dgate = inner * (sigmoid + kind.alpha * value * (1 - sigmoid))
+    elif kind.activation == "silu":
+        value, dgate = F.silu(limited), torch.ops.aten.silu_backward(inner, limited)
+    else:
+        approximate = "tanh" if kind.activation == "gelu_tanh" else "none"
+        value = F.gelu(limited, approximate=approximate)
+        dgate = torch.ops.aten.gelu_backward(inner, limited, approximate=approximate)
+    dup = grad * value
+    if kind.limit is not None:  # what was clamped has no gradient
+        dgate = dgate.masked_fill(gate > kind.limit, 0)
+        dup = dup.masked_fill(up.abs() > kind.limit, 0)
+    return dgate, dup
+
+
+def _by_formula(
+    x: torch.Tensor, weights: torch.Tensor, *stacks: Any, index: torch.Tensor, variant: MoeExpertsVariant
+) -> torch.Tensor:
+    return moe_experts(x, index, weights, stacks, variant)
+
+
+# --- the backend ------------------------------------------------------------------------------------------------------
+
+
+def accepts(site: Site) -> Reason | None:
+    """Every variant with a smooth activation, where PyTorch has the product."""
+    activation = site.variant.gate.activation
+    if activation not in ACTIVATIONS:
+        return Reason("activation", f"the activation is {activation}; the kernel has {', '.join(ACTIVATIONS)}")
+    if not has_grouped_mm(site.device):
+        return Reason("device", f"PyTorch has no grouped matrix product on {site.device.type} here")
+    return None
+
+
+@functools.lru_cache(maxsize=64)
+def has_grouped_mm(device: torch.device) -> bool:
+    """Whether PyTorch multiplies groups of rows in one call there: on CPUs, and NVIDIA GPUs from Ampere on."""
+    if device.type == "cuda":
+        return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cpu"
+
+
+def load(target: Any, site: Site) -> type[nn.Module]:
+    """The layer class."""
+    variant: MoeExpertsVariant = site.variant
+
+    def forward(
+        self: Any, hidden_states: torch.Tensor, top_k_index: Any = None, top_k_weights: Any = None
+    ) -> torch.Tensor:
+        stacks = stacks_of(self, variant)
+        if is_compiling():
+            return grouped_experts(hidden_states, top_k_index, top_k_weights, stacks, variant)
+        return _Experts.apply(hidden_states, top_k_weights, *stacks, top_k_index, variant)  # type: ignore[no-any-return]
+
+    def accepts_call(
+        self: Any, hidden_states: torch.Tensor, top_k_index: Any = None, top_k_weights: Any = None
+    ) -> str | None:
+        return other_implementation(self, variant) or _call_reason(
+            hidden_states, top_k_index, top_k_weights, stacks_of(self, variant)
+        )
+
+    return layer("TorchMoeExperts", forward, accepts_call)
+
+
+def _call_reason(x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, stacks: Stacks) -> str | None:
+    """Why a call can't be served."""
+    if x.dim() != 2 or index.dim() != 2 or weights.shape != index.shape:
+        return "tokens of [tokens, hidden size] and choices of [tokens, chosen] only"
+    there = [tensor for tensor in (x, weights, *stacks) if tensor is not None]
+    if any(type(tensor) not in (torch.Tensor, nn.Parameter) for tensor in there):
+        return "a tensor subclass"
+    if any(tensor.device != x.device for tensor in (*there, index)):
+        return "the tensors are on different devices"
+    if any(stack is not None and stack.dtype != x.dtype for stack in stacks):
+        return "tokens and weights have different dtypes"
+    if x.dtype not in DTYPES:
+        return "the dtype is none of fp32, bf16, fp16"
+    if x.dtype != torch.bfloat16 and (is_compiling() or x.device.type != "cpu"):
+        return "there PyTorch multiplies groups in bf16 only"
+    if not (_aligned(stacks[0]) and _aligned(stacks[1])):
+        return "rows of the weights aren't whole 16 bytes, which PyTorch's grouped product asks for"
+    if x.numel() == 0:
+        return "an empty tensor"
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != x.dtype:
+        return "autocast would make the original multiply in another dtype"
+    return transformed()
+
+
+def _aligned(stack: torch.Tensor) -> bool:
+    unit = 16 // stack.element_size()
+    sizes = (*stack.shape[1:], *stack.stride()[:2])
+    begins = is_compiling() or stack.data_ptr() % 16 == 0  # a compiler can't know
+    return begins and stack.stride(2) == 1 and all(size % unit == 0 for size in sizes)

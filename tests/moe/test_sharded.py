@@ -1,0 +1,43 @@
+"""Experts in parts, FSDP2 and LoRA together, in two and in four processes.
+
+The cases are in ``tests/support/sharded_cases.py``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+from torch import distributed
+
+from tests.support.processes import problems
+from tests.support.sharded_cases import CASES, CURVES
+
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(not distributed.is_available(), reason="this torch was built without torch.distributed"),
+]
+
+SHARDED = "tests.support.sharded_cases"
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_processes(world: int, tmp_path: Path) -> None:
+    """The last process of all is killed in the end, and the others notice."""
+    found = problems(tmp_path, world, f"{SHARDED}:CASES", f"{SHARDED}:death")
+    assert len(found) == world * len(CASES) + world - 1
+    assert {case: problem for case, problem in found.items() if problem} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_curves(world: int, tmp_path: Path) -> None:
+    """Twenty steps of every layout are those of one process; so are those after a checkpoint, either way."""
+    found = problems(tmp_path, world, f"{SHARDED}:CURVES")
+    assert len(found) == world * len(CURVES) >= 18
+    assert {case: problem for case, problem in found.items() if problem} == {}

@@ -1,0 +1,130 @@
+"""Inputs for experts of every variant, and the judgement of what a kernel makes of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from tests.support.triton_device import DEVICE
+from twinkle.kernel.ops.moe.experts_reference import Gate, MoeExpertsVariant, moe_experts
+from twinkle.kernel.verify import allowed_error_used
+
+FAMILIES = {
+    "mixtral": "MixtralExperts",
+    "qwen3_moe": "Qwen3MoeExperts",
+    "qwen3_next": "Qwen3NextExperts",
+    "qwen3_vl_moe": "Qwen3VLMoeTextExperts",
+    "qwen3_5_moe": "Qwen3_5MoeExperts",
+    "glm4_moe": "Glm4MoeExperts",
+    "gemma4": "Gemma4TextExperts",
+    "deepseek_v3": "DeepseekV3Experts",
+    "deepseek_v4": "DeepseekV4Experts",
+    "gpt_oss": "GptOssExperts",
+}
+"""Families -> their class of experts with stacked weights."""
+
+gates = st.sampled_from(
+    [Gate("silu"), Gate("gelu"), Gate("gelu_tanh"), Gate("silu", 0.8), Gate("silu", 0.7, 1.702, 1.0)]
+)
+variants = st.builds(MoeExpertsVariant, gates, st.booleans(), st.booleans(), st.booleans())
+
+
+def made(
+    variant: MoeExpertsVariant, sizes: tuple[int, ...], dtype: torch.dtype, seed: int, strangers: bool
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Differentiable inputs by name, and the chosen experts."""
+    tokens, hidden, width, experts, top_k = sizes
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"gate_up": (experts, 2 * width, hidden), "down": (experts, hidden, width)}
+    if variant.transposed:
+        shapes = {name: (experts, shape[2], shape[1]) for name, shape in shapes.items()}
+    shapes |= {"x": (tokens, hidden), "weights": (tokens, top_k)}
+    if variant.bias:
+        shapes |= {"gate_up_bias": (experts, 2 * width), "down_bias": (experts, hidden)}
+    inputs = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    for name in ("gate_up", "down"):
+        inputs[name] /= hidden**0.5
+    inputs["weights"] = inputs["weights"].abs()
+    index = torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)])
+    if experts > top_k:
+        index[index == experts - 1] = 0  # an expert without tokens; a token may have chosen another one twice then
+    if strangers:
+        index[::3, 0] = experts
+        index[1::4, -1] = -1
+    return {name: t.to(DEVICE, dtype) for name, t in inputs.items()}, index.to(DEVICE)
+
+
+def results(
+    function: Any,
+    inputs: dict[str, torch.Tensor],
+    index: torch.Tensor,
+    variant: MoeExpertsVariant,
+    dtype: torch.dtype,
+    grad: torch.Tensor | None = None,
+) -> dict[str, torch.Tensor]:
+    """The output and every input's gradient."""
+    leaves = {name: tensor.detach().to(dtype).requires_grad_() for name, tensor in inputs.items()}
+    stacks = tuple(leaves.get(name) for name in ("gate_up", "down", "gate_up_bias", "down_bias"))
+    out = function(leaves["x"], index, leaves["weights"], stacks, variant)
+    grad = _gradient_of(out) if grad is None else grad
+    gradients = torch.autograd.grad(out, list(leaves.values()), grad.to(out))
+    return {"output": out.detach(), **dict(zip(leaves, gradients, strict=True))}
+
+
+def _gradient_of(out: torch.Tensor) -> torch.Tensor:
+    return torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(out)
+
+
+class Order:
+    """Tokens and hidden channels in another order: the same numbers, summed differently."""
+
+    def __init__(self, number: int, tokens: int, hidden: int, variant: MoeExpertsVariant) -> None:
+        generator = torch.Generator().manual_seed(number)
+        rows, channels = (
+            torch.randperm(size, generator=generator) if number else torch.arange(size) for size in (tokens, hidden)
+        )
+        inwards, outwards = (1, 2) if variant.transposed else (2, 1)
+        self.orders = {
+            "x": {0: rows, 1: channels},
+            "output": {0: rows, 1: channels},
+            "weights": {0: rows},
+            "gate_up": {inwards: channels},
+            "down": {outwards: channels},
+            "gate_up_bias": {},
+            "down_bias": {1: channels},
+        }
+
+    def of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        for dim, order in self.orders[name].items():
+            tensor = tensor.index_select(dim, order.to(tensor.device))
+        return tensor
+
+    def back(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        for dim, order in self.orders[name].items():
+            tensor = tensor.index_select(dim, order.argsort().to(tensor.device))
+        return tensor
+
+
+def assert_within_the_judgement(
+    found: dict[str, torch.Tensor],
+    inputs: dict[str, torch.Tensor],
+    index: torch.Tensor,
+    variant: MoeExpertsVariant,
+    dtype: torch.dtype,
+) -> None:
+    """Judged by the original in three orders of summation, of which the one that allows most counts.
+
+    A gradient may have a handful of elements here, and how near one order comes to them is luck.
+    """
+    exact = results(moe_experts, inputs, index, variant, torch.float64)
+    originals = []
+    for number in range(3):
+        order = Order(number, *inputs["x"].shape, variant)
+        grad = order.of("output", _gradient_of(found["output"]))
+        ordered = {name: order.of(name, tensor) for name, tensor in inputs.items()}
+        theirs = results(moe_experts, ordered, order.of("weights", index), variant, dtype, grad)
+        originals.append({name: order.back(name, tensor) for name, tensor in theirs.items()})
+    used = {name: min(allowed_error_used(found[name], one[name], exact[name]) for one in originals) for name in exact}
+    assert max(used.values()) <= 1, used
