@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from importlib import metadata
 
 from twinkle.aten.errors import RegistrationError
@@ -15,6 +16,19 @@ GROUP = "twinkle.aten_ops"
 def names() -> list[str]:
     """The operators' names; none of them is imported."""
     return sorted({entry.name for entry in metadata.entry_points(group=GROUP)})
+
+
+def chosen(wanted: Sequence[str] = ()) -> list[str]:
+    """The names that were asked for; all when none were.
+
+    Raises:
+        RegistrationError: all were asked for, and there is none.
+    """
+    found = list(wanted) or names()
+    if not found:
+        text = f"no installed distribution has an entry point of the group {GROUP}"
+        raise RegistrationError("no operators", Reason("unknown-operator", text, "pip install twinkle-kernel"))
+    return found
 
 
 def operator(name: str) -> OperatorSpec:

@@ -45,7 +45,7 @@ def install(operators: Sequence[str] | str = "all", *, platform: str) -> Install
     Raises:
         RegistrationError: one of them can't be registered; those before it were taken back.
     """
-    wanted = catalog.names() if operators == "all" else [operators] if isinstance(operators, str) else operators
+    wanted = catalog.chosen() if operators == "all" else [operators] if isinstance(operators, str) else operators
     specs = [catalog.operator(name) for name in wanted]
     done = Installation({})
     try:
