@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -103,19 +104,54 @@ def test_a_foreign_kernel_package_changes_nothing(tmp_path: Path) -> None:
     assert run(f"from register import register_a1\n{execute}", tmp_path, ROOT / "ops" / "clone") == "1\n"
 
 
-def test_a_foreign_ops_package_is_a_clear_error(tmp_path: Path) -> None:
+FOREIGN = {
+    "empty": ("ops/__init__.py", "", "ModuleNotFoundError: No module named 'ops.clone'"),
+    "a module": ("ops.py", "", "ModuleNotFoundError: No module named 'ops.clone'; 'ops' is not a package"),
+    "broken": ("ops/__init__.py", "1 / 0", "ZeroDivisionError: division by zero"),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_foreign_ops_package_is_a_clear_error(kind: str, tmp_path: Path) -> None:
+    file, content, error = FOREIGN[kind]
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(content)
+    code = """
+from twinkle.aten import RegistrationError, catalog, install
+from twinkle.aten.registration import active
+for attempt in (lambda: catalog.operator("clone"), lambda: install(platform="cpu")):
+    try:
+        attempt()
+    except RegistrationError as error:
+        print(error.code, error, active())
+"""
+    lines = run(code, tmp_path).splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        assert line.startswith(f"foreign-ops clone: ops.clone.register can't be had from {tmp_path / file}: {error} (")
+        assert "another package ops may come first on sys.path; `twinkle-kernel info` shows which one" in line
+        assert line.endswith(" []")
+
+
+def test_a_foreign_folder_that_is_no_package_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "ops" / "clone").mkdir(parents=True)
+    (tmp_path / "ops" / "clone" / "register.py").write_text("raise SystemExit('foreign')")
+    code = "from twinkle.aten import catalog\nprint(catalog.operator('clone').home.folder)"
+    assert run(code, tmp_path) == f"{ROOT / 'ops' / 'clone'}\n"
+
+
+def test_info_says_which_package_was_found(tmp_path: Path) -> None:
+    code = "from twinkle.cli import app\napp(['info', '--json'])"
+    (found,) = json.loads(run(code))["operators"]
+    ours = str(ROOT / "ops" / "__init__.py")
+    assert found == {"name": "ops", "found": ours, "operators": sorted(USES), "error": None}
     (tmp_path / "ops").mkdir()
     (tmp_path / "ops" / "__init__.py").write_text("")
-    code = """
-from twinkle.aten import RegistrationError, catalog
-try:
-    catalog.operator("clone")
-except RegistrationError as error:
-    print(error.code, error)
-"""
-    output = run(code, tmp_path)
-    assert output.startswith(f"foreign-ops clone: ops.clone.register can't be had from {tmp_path}/ops/__init__.py")
-    assert "another package ops may come first on sys.path" in output
+    (found,) = json.loads(run(code, tmp_path))["operators"]
+    foreign = str(tmp_path / "ops" / "__init__.py")
+    assert found["found"] == foreign and f"can't be had from {foreign}" in found["error"]
+    text = " ".join(run("from twinkle.cli import app\napp(['info'])", tmp_path).split())
+    assert f"operators in the package ops, found at {foreign}: clone: ops.clone.register can't be had" in text
 
 
 def test_a_second_script_mode_operator_is_a_clear_error() -> None:
