@@ -90,7 +90,7 @@ with register.register_a1(platform="cpu") as script, register_a1(platform="cpu")
     x = torch.arange(12.0).view(3, 4)
     x.t().contiguous(), x.clone()
     print(script.operator, script.counts.kernel, package.operator, package.counts.kernel)
-print(script._traffic.serving._function.__name__, package._traffic.serving._function.__name__)
+print(script._traffic.serving.function.__name__, package._traffic.serving.function.__name__)
 """
     assert run(code, ROOT / "ops" / "clone") == "clone 1 contiguous 1\nclone_torch contiguous_torch\n"
 

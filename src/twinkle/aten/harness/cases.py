@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -84,20 +85,48 @@ def cases(spec: OperatorSpec, seeds: int | None = None) -> Iterator[Case]:
     Raises:
         ValueError: the file is another operator's, or has no cases.
     """
-    import yaml
-
-    file = spec.home.folder / "goldendata" / "inputs_spec.yaml"
-    listed = yaml.safe_load(file.read_text(encoding="utf-8"))
-    if listed["operator"] != spec.name or not listed["cases"]:
-        raise ValueError(f"{file}: no cases of {spec.name}")
-    names = [argument.name for argument in spec.overload._schema.arguments]
+    listed = _listed(spec, spec.home.folder / "goldendata" / "inputs_spec.yaml")
     for case in listed["cases"]:
-        described = {name: case["arguments"][name] for name in names if name in case["arguments"]}
+        described = _in_order(spec, case["arguments"])
         for dtype in case.get("dtypes", listed["dtypes"]):
             for seed in range(seeds or listed["seeds_per_case"]):
                 name = f"{spec.name}/{case['name']}/{dtype}/{seed}"
                 kept_in = f"{case['name']}.{dtype}.pt".replace(" ", "_")
                 yield Case(name, spec.overload, getattr(torch, dtype), described, case.get("gradient", False), kept_in)
+
+
+def benchmark_file(spec: OperatorSpec) -> Path:
+    """Where the calls of an operator that are timed are listed."""
+    return spec.home.folder / "benchmark.yaml"
+
+
+def benchmark_cases(spec: OperatorSpec, size: str) -> Iterator[Case]:
+    """The calls of an operator that are timed: ``benchmark.yaml``, each with its arguments in three sizes.
+
+    Args:
+        size: ``accelerator``, ``cpu``, or ``quick``: too small to say anything about speed.
+
+    Raises:
+        ValueError: the file is another operator's, or has no cases.
+    """
+    for case in _listed(spec, benchmark_file(spec))["cases"]:
+        for dtype in case["dtypes"]:
+            name = f"{spec.name}/{case['name']}"
+            yield Case(name, spec.overload, getattr(torch, dtype), _in_order(spec, case[size]))
+
+
+def _listed(spec: OperatorSpec, file: Path) -> Any:
+    import yaml
+
+    listed = yaml.safe_load(file.read_text(encoding="utf-8"))
+    if listed["operator"] != spec.name or not listed["cases"]:
+        raise ValueError(f"{file}: no cases of {spec.name}")
+    return listed
+
+
+def _in_order(spec: OperatorSpec, arguments: dict[str, Any]) -> dict[str, Any]:
+    names = [argument.name for argument in spec.overload._schema.arguments]
+    return {name: arguments[name] for name in names if name in arguments}
 
 
 def _tensor(
