@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.aten.conftest import INTERPRETED, SIMULATED
 from twinkle.aten import Home, Profile, RegistrationError, catalog, install
 from twinkle.aten.harness.cases import benchmark_cases
 from twinkle.aten.registration import active
@@ -22,6 +23,17 @@ from twinkle.bench.results import Result
 
 SIZES = ("accelerator", "cpu", "quick")
 BRIEF: dict[str, Any] = {"size": "quick", "rounds": 3, "seconds": 0.1, "peer": False}
+
+
+interpreted_takes_long = pytest.mark.skipif(INTERPRETED, reason="who is slow is the same, and takes longer")
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulated device has no events: its work is done when a call returns."""
+    if SIMULATED:
+        monkeypatch.setattr(aten, "clock_for", lambda device: clocks.CpuClock())
+        monkeypatch.setattr(aten, "host_clock_for", lambda device: None)
 
 
 # --- the calls --------------------------------------------------------------------------------------------------------
@@ -175,6 +187,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aten, "size_for", lambda device: "quick")
 
 
+@interpreted_takes_long
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("fast", [{"clone", "dropout"}, set()])
 def test_auto_installs_what_wins_somewhere(fast: set[str], chip: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,12 +202,14 @@ def test_auto_installs_what_wins_somewhere(fast: set[str], chip: Profile, monkey
     assert active() == [] and shown.startswith(f"<Installation of {', '.join(sorted(fast)) or 'nothing'}; left out: ")
 
 
+@interpreted_takes_long
 @pytest.mark.usefixtures("quick")
 def test_auto_measures_this_machine(chip: Profile) -> None:
     with install("auto", platform=chip.platform) as installed:
         assert sorted([*installed.registrations, *installed.left_out]) == catalog.names()
 
 
+@interpreted_takes_long
 @pytest.mark.usefixtures("quick")
 def test_auto_leaves_out_what_is_wrong_or_has_no_calls(
     chip: Profile, monkeypatch: pytest.MonkeyPatch, tmp_path: Any

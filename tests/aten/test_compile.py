@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from tests.aten.conftest import DEVICE, INTERPRETED
+from tests.aten.conftest import DEVICE, INTERPRETED, SIMULATED
 from twinkle.aten import Profile, catalog
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter runs eagerly only")
@@ -52,9 +52,9 @@ def test_compiling_after_close(chip: Profile) -> None:
         assert torch.equal(torch.compile(work, backend="aot_eager")(x), work(x))
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="inductor has no code for the simulated device")
+@pytest.mark.skipif(SIMULATED, reason="inductor has no code for the simulated device")
 def test_inductor_goes_around_it_and_that_is_said(chip: Profile, caplog: pytest.LogCaptureFixture) -> None:
-    x = torch.randn(4, 3)
+    x = torch.randn(4, 3, device=DEVICE)
     registration = catalog.operator("clone").register_a1(platform=chip.platform)
     assert not registration.counts.compiled
     compiled = torch.compile(lambda t: t.clone() * 2, fullgraph=True)

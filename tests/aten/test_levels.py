@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.aten.conftest import DEVICE, INTERPRETED
+from tests.aten.conftest import DEVICE, TRITON
 from twinkle.aten import Profile, catalog, profile
 from twinkle.aten.harness import framework_level, kernel_level, op_level
 from twinkle.aten.harness.compare import memory_of
@@ -26,14 +26,14 @@ def test_the_kernel(spec: OperatorSpec, chip: Profile) -> None:
     assert outcome.problems == []
     assert outcome.state == "passed"
     ran = {level for level, found in outcome.facts.items() if found.endswith("cases")}
-    assert ran == {level for level in spec.kernels if level == "torch" or INTERPRETED}
+    assert ran == {level for level in spec.kernels if level == "torch" or TRITON}
 
 
 def test_the_operator(spec: OperatorSpec, chip: Profile) -> None:
     outcome = op_level.run(spec, chip)
     assert outcome.problems == []
     assert outcome.state == "passed"
-    assert outcome.facts["level"] == ("triton" if INTERPRETED and "triton" in spec.kernels else "torch")
+    assert outcome.facts["level"] == ("triton" if TRITON and "triton" in spec.kernels else "torch")
 
 
 @pytest.mark.multiprocess
@@ -134,7 +134,7 @@ def test_a_faulty_kernel_is_noticed(
     chip: Profile,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    level = "triton" if INTERPRETED and "triton" in spec.kernels else "torch"
+    level = "triton" if TRITON and "triton" in spec.kernels else "torch"
     path, _, name = spec.kernels[level].path.partition(":")
     module = importlib.import_module(f"{spec.home.package}.{path}")
     monkeypatch.setattr(module, name, fault(getattr(module, name), spec))

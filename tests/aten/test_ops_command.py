@@ -13,7 +13,7 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from tests.aten.conftest import DEVICE, INTERPRETED, ROOT
+from tests.aten.conftest import DEVICE, ROOT, TRITON
 from twinkle.aten import Home, Profile, catalog
 from twinkle.aten.harness import report
 from twinkle.aten.harness.outcome import Outcome
@@ -30,7 +30,7 @@ def test_the_list(chip: Profile) -> None:
     clone = facts["operators"]["clone"]["platforms"]
     assert clone["ascend"]["keys"] == ["AutogradPrivateUse1", "PrivateUse1"]
     assert clone["cambricon"]["keys"] == ["PrivateUse1"]
-    assert clone[chip.platform]["level"] == ("triton" if INTERPRETED else "torch")
+    assert clone[chip.platform]["level"] == ("triton" if TRITON else "torch")
     assert clone["kunlunxin"]["level"] is None
     assert facts["platforms"]["kunlunxin"] == "the package torch_xmlir is not installed"
     text = run("list").output

@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from tests.aten.conftest import DEVICE, INTERPRETED
+from tests.aten.conftest import DEVICE, INTERPRETED, TRITON
 from twinkle.aten import Profile, RegistrationError, catalog, install
 from twinkle.aten import registration as registration_module
 from twinkle.aten.registration import active
@@ -28,7 +28,7 @@ def test_the_default_key_with_a_platform(clone: OperatorSpec, chip: Profile) -> 
         assert torch.equal(x.clone(), x)
         assert counter["n"] == 6
         assert (registration.counts.kernel, registration.counts.errors) == (1, 0)
-        assert registration.level == ("triton" if INTERPRETED else "torch")
+        assert registration.level == ("triton" if TRITON else "torch")
         assert active() == [registration] and not registration.closed
     assert registration.closed and active() == []
 

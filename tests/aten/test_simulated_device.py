@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from tests import simulated_device
-from tests.aten.conftest import DEVICE
+from tests.aten.conftest import DEVICE, SIMULATED
 from twinkle import presets
 from twinkle.platforms import platform_of
 
-pytestmark = pytest.mark.skipif(DEVICE == "cpu", reason="this process has no simulated device")
+pytestmark = pytest.mark.skipif(not SIMULATED, reason="this process has no simulated device")
 
 
 def test_it_is_a_device_of_its_own() -> None:
