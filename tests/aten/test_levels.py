@@ -160,3 +160,18 @@ def test_a_wrong_gradient_is_noticed(chip: Profile) -> None:
     outcome = op_level.run(wrong, chip)
     assert any("gradient: wrong" in problem for problem in outcome.problems)
     assert any("Jacobian mismatch" in problem for problem in outcome.problems)
+
+
+def test_a_gradient_that_native_serves_is_noticed(chip: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finite differences of native would say nothing about the kernel's gradient."""
+    from twinkle.aten.serving import Serving
+
+    refusal = Serving.refusal
+
+    def refuse_gradients(self: Serving, values: list[Any]) -> str | None:
+        wanted = torch.is_grad_enabled() and any(v.requires_grad for v in values if isinstance(v, torch.Tensor))
+        return "gradients" if wanted else refusal(self, values)
+
+    monkeypatch.setattr(Serving, "refusal", refuse_gradients)
+    outcome = op_level.run(catalog.operator("contiguous"), chip)
+    assert any("native served a call: {'gradients': 1}" in problem for problem in outcome.problems)

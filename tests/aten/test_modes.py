@@ -133,6 +133,14 @@ for attempt in (lambda: catalog.operator("clone"), lambda: install(platform="cpu
         assert line.endswith(" []")
 
 
+def test_a_foreign_ops_package_changes_nothing_in_script_mode(tmp_path: Path, spec: OperatorSpec) -> None:
+    (tmp_path / "ops").mkdir()
+    (tmp_path / "ops" / "__init__.py").write_text("raise SystemExit('foreign')")
+    execute = f"with register_a1(platform='cpu') as r: {USES[spec.name]}\nprint(r.operator, r.counts.kernel > 0)"
+    code = f"import torch\nfrom register import register_a1\nx = torch.arange(12.0).view(3, 4)\n{execute}"
+    assert run(code, tmp_path, ROOT / "ops" / spec.name) == f"{spec.name} True\n"
+
+
 def test_a_foreign_folder_that_is_no_package_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "ops" / "clone").mkdir(parents=True)
     (tmp_path / "ops" / "clone" / "register.py").write_text("raise SystemExit('foreign')")

@@ -34,6 +34,7 @@ class Tensor:
         lazy: ``"conj"`` or ``"neg"`` for one whose elements wait to be conjugated or negated.
         view: it is a view of another tensor.
         leaf: it requires a gradient.
+        derived: it is a result of an operator on one that does.
         device: where it lies.
     """
 
@@ -42,6 +43,7 @@ class Tensor:
     lazy: str = ""
     view: bool = False
     leaf: bool = False
+    derived: bool = False
     device: str = DEVICE
 
     def make(self) -> torch.Tensor:
@@ -52,6 +54,8 @@ class Tensor:
             made = made.conj()
         if self.lazy == "neg":
             made = torch._neg_view(made)
+        if self.derived:
+            return made.requires_grad_() * 1
         return made.requires_grad_() if self.leaf else made
 
 
@@ -61,10 +65,12 @@ def tensors(draw: Any, shape: tuple[int, ...] | None = None, written: bool = Fal
     lazy = draw(st.sampled_from(["", "", "", "", "conj", "neg"]))
     if (lazy == "conj" and not dtype.is_complex) or dtype is torch.bool:
         lazy = ""
-    leaf = written and (dtype.is_floating_point or dtype.is_complex) and draw(st.integers(0, 9)) == 0
+    differentiable = written and (dtype.is_floating_point or dtype.is_complex)
+    gradient = draw(st.sampled_from(["", "", "", "", "leaf", "derived"])) if differentiable else ""
     device = draw(st.sampled_from([DEVICE, DEVICE, DEVICE, DEVICE, "cpu"]))
     overlapping = not written or draw(st.booleans())
-    return Tensor(draw(layouts(shape, overlapping)), dtype, lazy, draw(st.booleans()), leaf, device)
+    layout, view = draw(layouts(shape, overlapping)), draw(st.booleans())
+    return Tensor(layout, dtype, lazy, view, gradient == "leaf", gradient == "derived", device)
 
 
 FORMATS = (None, torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
@@ -81,6 +87,36 @@ def copies(draw: Any) -> list[Any]:
         if draw(st.integers(0, 5)) == 0:
             shape[dimension] = draw(st.integers(0, 3))
     return [to, draw(tensors(tuple(shape))), draw(st.booleans())]
+
+
+def test_meta_tensors_are_left_alone(clone: OperatorSpec, chip: Profile) -> None:
+    """They have no data, and no kernel of ours is asked; where natively something raises, it raises."""
+    on = {device: torch.ones(4, 3, device=device) for device in (DEVICE, "meta")}
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("clone", lambda: on["meta"].t().clone()),
+        ("contiguous", lambda: on["meta"].t().contiguous()),
+        ("dropout", lambda: torch.nn.functional.dropout(on["meta"], 0.5)),
+        ("copy_", lambda: on["meta"].clone().copy_(on[DEVICE])),
+        ("copy_", lambda: on[DEVICE].copy_(on["meta"])),
+        ("empty_strided", lambda: torch.empty_strided((4, 3), (1, 4), device="meta")),
+    ]
+    for name, call in calls:
+        native = or_error(call)
+        with catalog.operator(name).register_a1(platform=chip.platform) as registration:
+            ours = or_error(call)
+        assert registration.counts.kernel == 0 and registration.counts.errors == 0
+        if isinstance(native, type):
+            assert ours is native
+        else:
+            assert (ours.device, ours.shape, ours.stride()) == (native.device, native.shape, native.stride())
+
+
+def or_error(work: Callable[[], Any]) -> Any:
+    """A result, or the exception's type."""
+    try:
+        return work()
+    except Exception as error:
+        return type(error)
 
 
 numbers = st.lists(st.integers(-1, 5), max_size=5)
