@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.aten.conftest import DEVICE, INTERPRETED, SIMULATED
-from tests.aten.uses import USES
+from tests.aten.uses import CALLS, USES
 from twinkle.aten import Profile, catalog
 from twinkle.aten.spec import Semantics
 
@@ -20,18 +20,6 @@ def fresh_compiler():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-CALLS = {
-    "clone": {"eager": 1, "aot_eager": 1, "inductor": 0},
-    "copy_": {"eager": 1, "aot_eager": 2, "inductor": 0},
-    "contiguous": {"eager": 1, "aot_eager": 0, "inductor": 0},
-    "dropout": {"eager": 1, "aot_eager": 0, "inductor": 0},
-    "empty_strided": {"eager": 1, "aot_eager": 2, "inductor": 0},
-}
-"""Of a compiled call of an operator's use, how many reach the kernel. The code of the backend ``eager`` calls what the
-program calls; AOTAutograd takes composite operators apart, and copies to where it can't write in place; inductor writes
-code of its own. The documentation has this table."""
 
 
 def test_every_operator_is_in_the_table() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -96,6 +97,18 @@ def test_a_call_counts_once(spec: OperatorSpec, chip: Profile, context: str, lea
                     value.requires_grad_()
         Arguments(spec.overload).call(spec.overload, values)
         assert (registration.counter["n"], registration.counts.kernel) == (1, 1)
+
+
+def test_a_call_that_native_serves_counts_once(spec: OperatorSpec, chip: Profile) -> None:
+    for condition in spec.conditions:
+        with contextlib.suppress(NotImplementedError):  # the device has no such tensors
+            values = list(condition.beyond(torch.device(chip.device)))
+            with spec.register_a1(platform=chip.platform) as registration:
+                with contextlib.suppress(RuntimeError, ValueError):  # what native makes of it
+                    Arguments(spec.overload).call(spec.overload, values)
+                reached = registration.counter["n"]
+                assert reached <= 1 and registration.counts.kernel == 0
+                assert registration.counts.fallbacks == ({condition.code: 1} if reached else {})
 
 
 @pytest.mark.parametrize("view", [False, True])
