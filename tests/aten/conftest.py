@@ -5,7 +5,7 @@ real one by the name of its profile.
     TWINKLE_TEST_DEVICE=cuda python -m pytest tests/aten
 
 The simulated device would be the accelerator of every other test in its process, so ``make test-aten`` gives it
-processes of its own. With TRITON_INTERPRET, or on a real accelerator, the operators' Triton kernels run; else those
+processes of its own. With TRITON_INTERPRET, or where Triton has a backend, the operators' Triton kernels run; else those
 made of ATen operators.
 """
 
@@ -21,12 +21,14 @@ import torch
 from tests import simulated_device
 from twinkle.aten import Profile, catalog, profile
 from twinkle.aten.registration import active
+from twinkle.aten.serving import triton_missing
 from twinkle.aten.spec import OperatorSpec
 
-DEVICE = os.environ.get("TWINKLE_TEST_DEVICE", "cpu")
-SIMULATED = DEVICE in simulated_device.PLUGINS
+PROFILE = os.environ.get("TWINKLE_TEST_DEVICE", "cpu")
+DEVICE = profile(PROFILE).device.removesuffix(":0")
+SIMULATED = PROFILE in simulated_device.PLUGINS
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-TRITON = INTERPRETED or not (SIMULATED or DEVICE == "cpu")
+TRITON = INTERPRETED or not (SIMULATED or DEVICE == "cpu" or triton_missing(profile(PROFILE).found))
 """Whether it is the operators' Triton kernels that run."""
 ROOT = Path(__file__).parents[2]
 
@@ -63,7 +65,7 @@ def as_found() -> Iterator[None]:
 @pytest.fixture
 def chip() -> Profile:
     """The profile of the device that this process tests."""
-    return profile(DEVICE)
+    return profile(PROFILE)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.aten.conftest import DEVICE, INTERPRETED, ROOT
+from tests.aten.conftest import DEVICE, INTERPRETED, PROFILE, ROOT
 from twinkle.aten import Home, Profile, catalog
 from twinkle.aten.harness import golden
 from twinkle.aten.harness.cases import cases
@@ -147,7 +147,7 @@ def damage_foreign(folder: Path) -> None:
 )
 def test_damaged_data(damage: Any, message: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damage(data / "empty_strided")
-    arguments = ["empty_strided", "--device", DEVICE, "--data", str(data)]
+    arguments = ["empty_strided", "--device", PROFILE, "--data", str(data)]
     assert check_accuracy.main(arguments) == 2
     captured = capsys.readouterr()
     assert message in captured.err and len(captured.err.splitlines()) == 1
@@ -205,7 +205,7 @@ def test_a_wrong_kernel_is_no_success(data: Path, monkeypatch: pytest.MonkeyPatc
     right: Any = torch_level.empty_strided_torch
     monkeypatch.setattr(torch_level, "empty_strided_torch", lambda *a, **k: right(*a, **k).unsqueeze(0))
     file = tmp_path / "found.json"
-    arguments = ["empty_strided", "--device", DEVICE, "--data", str(data), "--json", str(file)]
+    arguments = ["empty_strided", "--device", PROFILE, "--data", str(data), "--json", str(file)]
     assert check_accuracy.main(arguments) == 1
     (outcome,) = json.loads(file.read_text())["outcomes"]
     assert outcome["ok"] is False and "shape" in outcome["problems"][0]
