@@ -5,8 +5,8 @@ real one by the name of its profile.
     TWINKLE_TEST_DEVICE=cuda python -m pytest tests/aten
 
 The simulated device would be the accelerator of every other test in its process, so ``make test-aten`` gives it
-processes of its own. With TRITON_INTERPRET, or where Triton has a backend, the operators' Triton kernels run; else those
-made of ATen operators.
+processes of its own. With TRITON_INTERPRET, or where Triton has a backend, the operators' Triton kernels run; else
+those made of ATen operators.
 """
 
 from __future__ import annotations
