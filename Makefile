@@ -133,7 +133,7 @@ test: test-interpreter
 
 lint: $(TEST_STAMP)
 	@$(PY) -m ruff check .
-	@$(PY) -m ruff format --check src ops tests benchmarks cookbook
+	@$(PY) -m ruff format --check src ops script tests benchmarks cookbook
 
 types: $(TEST_STAMP)
 	@$(PY) -m mypy

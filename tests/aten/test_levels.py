@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.aten.conftest import DEVICE, INTERPRETED
+from tests.aten.conftest import DEVICE, TRITON
 from twinkle.aten import Profile, catalog, profile
 from twinkle.aten.harness import framework_level, kernel_level, op_level
 from twinkle.aten.harness.compare import memory_of
@@ -26,14 +26,14 @@ def test_the_kernel(spec: OperatorSpec, chip: Profile) -> None:
     assert outcome.problems == []
     assert outcome.state == "passed"
     ran = {level for level, found in outcome.facts.items() if found.endswith("cases")}
-    assert ran == {level for level in spec.kernels if level == "torch" or INTERPRETED}
+    assert ran == {level for level in spec.kernels if level == "torch" or TRITON}
 
 
 def test_the_operator(spec: OperatorSpec, chip: Profile) -> None:
     outcome = op_level.run(spec, chip)
     assert outcome.problems == []
     assert outcome.state == "passed"
-    assert outcome.facts["level"] == ("triton" if INTERPRETED and "triton" in spec.kernels else "torch")
+    assert outcome.facts["level"] == ("triton" if TRITON and "triton" in spec.kernels else "torch")
 
 
 @pytest.mark.multiprocess
@@ -134,7 +134,7 @@ def test_a_faulty_kernel_is_noticed(
     chip: Profile,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    level = "triton" if INTERPRETED and "triton" in spec.kernels else "torch"
+    level = "triton" if TRITON and "triton" in spec.kernels else "torch"
     path, _, name = spec.kernels[level].path.partition(":")
     module = importlib.import_module(f"{spec.home.package}.{path}")
     monkeypatch.setattr(module, name, fault(getattr(module, name), spec))
@@ -160,3 +160,18 @@ def test_a_wrong_gradient_is_noticed(chip: Profile) -> None:
     outcome = op_level.run(wrong, chip)
     assert any("gradient: wrong" in problem for problem in outcome.problems)
     assert any("Jacobian mismatch" in problem for problem in outcome.problems)
+
+
+def test_a_gradient_that_native_serves_is_noticed(chip: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finite differences of native would say nothing about the kernel's gradient."""
+    from twinkle.aten.serving import Serving
+
+    refusal = Serving.refusal
+
+    def refuse_gradients(self: Serving, values: list[Any]) -> str | None:
+        wanted = torch.is_grad_enabled() and any(v.requires_grad for v in values if isinstance(v, torch.Tensor))
+        return "gradients" if wanted else refusal(self, values)
+
+    monkeypatch.setattr(Serving, "refusal", refuse_gradients)
+    outcome = op_level.run(catalog.operator("contiguous"), chip)
+    assert any("native served a call: {'gradients': 1}" in problem for problem in outcome.problems)

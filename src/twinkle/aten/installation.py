@@ -6,8 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from twinkle.aten import catalog
-from twinkle.aten.keys import DEFAULT_KEY
+from twinkle.aten.errors import RegistrationError
+from twinkle.aten.keys import DEFAULT_KEY, find_platform
 from twinkle.aten.registration import Registration
+from twinkle.aten.spec import OperatorSpec
+from twinkle.platforms import Platform
+from twinkle.reasons import Reason
 
 
 class Installation:
@@ -15,10 +19,12 @@ class Installation:
 
     Attributes:
         registrations: by operator.
+        left_out: the operators that ``"auto"`` didn't install, with the reason.
     """
 
-    def __init__(self, registrations: dict[str, Registration]) -> None:
+    def __init__(self, registrations: dict[str, Registration], left_out: dict[str, Reason]) -> None:
         self.registrations = registrations
+        self.left_out = left_out
 
     def close(self) -> None:
         """Takes all of them back, the latest first. A second call does nothing."""
@@ -32,26 +38,59 @@ class Installation:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Installation of {', '.join(self.registrations) or 'nothing'}>"
+        left_out = f"; left out: {', '.join(self.left_out)}" if self.left_out else ""
+        return f"<Installation of {', '.join(self.registrations) or 'nothing'}{left_out}>"
 
 
 def install(operators: Sequence[str] | str = "all", *, platform: str) -> Installation:
     """Registers operators on a platform: all or nothing.
 
     Args:
-        operators: names, or ``"all"``.
+        operators: names, ``"all"``, or ``"auto"``: those whose kernel is faster than PyTorch's own, by more than the
+            noise, on one of the calls in their ``benchmark.yaml`` at least. That is measured here and now, which takes
+            some seconds for each; nothing else should run meanwhile. The others are in ``Installation.left_out``.
         platform: a platform's name or alias.
 
     Raises:
         RegistrationError: one of them can't be registered; those before it were taken back.
     """
-    wanted = catalog.names() if operators == "all" else [operators] if isinstance(operators, str) else operators
+    if operators in ("all", "auto"):
+        wanted: Sequence[str] = catalog.chosen()
+    else:
+        wanted = [operators] if isinstance(operators, str) else operators
     specs = [catalog.operator(name) for name in wanted]
-    done = Installation({})
+    left_out: dict[str, Reason] = {}
+    if operators == "auto":
+        found = find_platform("install", DEFAULT_KEY, platform)
+        slower = {spec.name: _why_not(spec, found) for spec in specs}
+        left_out = {name: reason for name, reason in slower.items() if reason is not None}
+    done = Installation({}, left_out)
     try:
         for spec in specs:
-            done.registrations[spec.name] = spec.register_a1(DEFAULT_KEY, None, platform)
+            if spec.name not in left_out:
+                done.registrations[spec.name] = spec.register_a1(DEFAULT_KEY, None, platform)
     except BaseException:
         done.close()
         raise
     return done
+
+
+def _why_not(spec: OperatorSpec, platform: Platform) -> Reason | None:
+    """None when an operator's kernel wins somewhere on this machine."""
+    import torch
+
+    try:
+        from twinkle.bench.aten import measure, size_for, wins
+
+        size = size_for(torch.device(platform.device_type))
+        rows = list(measure(spec, platform, size=size, rounds=10, seconds=0.5, peer=False))
+    except ModuleNotFoundError as error:
+        if error.name != "yaml":
+            raise
+        text = "auto reads benchmark.yaml, and the package PyYAML is not installed"
+        raise RegistrationError(spec.name, Reason("no-package", text, "pip install 'twinkle-kernel[aten]'")) from error
+    if wins(rows):
+        return None
+    notes = dict.fromkeys(row.note for row in rows if row.note)
+    text = "its kernel is faster than PyTorch's on none of its benchmark's calls"
+    return Reason("slower", "; ".join([text, *notes]))

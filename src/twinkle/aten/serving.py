@@ -38,6 +38,8 @@ class Serving:
 
     Attributes:
         level: ``"triton"`` or ``"torch"``.
+        function: the kernel.
+        arguments: what its arguments are.
     """
 
     def __init__(self, spec: OperatorSpec, platform: Platform, level: str | None = None) -> None:
@@ -46,7 +48,7 @@ class Serving:
         self.arguments = Arguments(spec.overload)
         self._conditions = [(c.code, c.holds) for c in (*spec.conditions, *kernel.conditions)]
         self._in_place = Semantics.IN_PLACE in spec.semantics
-        self._function = spec.home.load(kernel.path)
+        self.function = spec.home.load(kernel.path)
         self._differentiable = self._with_pullback(spec, kernel)
 
     def refusal(self, values: list[Any]) -> str | None:
@@ -58,7 +60,7 @@ class Serving:
 
     def run(self, values: list[Any]) -> Any:
         """The kernel's result, without a gradient: for calls from below autograd."""
-        return self.arguments.call(self._function, values)
+        return self.arguments.call(self.function, values)
 
     def ungradable(self, values: list[Any]) -> str | None:
         """Why autograd can't be served here by an ``autograd.Function``; None when it can or isn't wanted."""

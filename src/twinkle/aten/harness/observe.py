@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from twinkle.aten.harness.cases import generator
 from twinkle.aten.harness.compare import difference, memory_of, same_bits
+from twinkle.aten.harness.fills import normal
 from twinkle.aten.spec import OperatorSpec, Semantics
 from twinkle.aten.strided import shares_memory
 
@@ -126,7 +126,7 @@ def _alias(result: torch.Tensor, tensor: torch.Tensor) -> str:
 
 def _cotangent(name: str, result: torch.Tensor) -> torch.Tensor:
     """The gradient to start from, with its dimensions in memory the other way round than usual."""
-    made = torch.randn(result.shape[::-1], dtype=torch.float64, generator=generator(f"{name}/cotangent"))
+    made = normal(f"{name}/cotangent", result.numel(), torch.float64).view(result.shape[::-1])
     return made.permute(tuple(range(made.dim()))[::-1]).to(device=result.device, dtype=result.dtype)
 
 

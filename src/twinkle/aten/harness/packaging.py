@@ -68,13 +68,13 @@ def way_in(operator: str, mode: str, chip: Profile, stages: Sequence[str]) -> di
 
 def matrix(chip: Profile, stages: Sequence[str]) -> dict[tuple[str, str], dict[str, str]]:
     """(operator, mode) -> what became of each stage."""
-    return {(name, mode): way_in(name, mode, chip, stages) for name in catalog.names() for mode in MODES}
+    return {(name, mode): way_in(name, mode, chip, stages) for name in catalog.chosen() for mode in MODES}
 
 
 def together(chip: Profile) -> Outcome:
     """All operators at once in a model on a device."""
     outcome = Outcome("all", "framework", chip.device)
-    framework_level.compare(outcome, [catalog.operator(name) for name in catalog.names()], chip)
+    framework_level.compare(outcome, [catalog.operator(name) for name in catalog.chosen()], chip)
     return outcome
 
 
