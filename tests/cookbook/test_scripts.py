@@ -51,7 +51,7 @@ def losses(log: list[dict[str, Any]]) -> list[float]:
 
 
 def test_experts_are_trained_and_a_checkpoint_goes_on_anywhere(tmp_path: Path) -> None:
-    """The checkpoint of two processes is taken up by one, with the experts all in one place."""
+    """The checkpoint of two processes is taken up by one, with the experts all in one place, in two parts a step."""
     options = ("--model", "tiny:qwen3_moe", "--lr", 1e-2, "--steps", 20)
     log = train(EXPERTS, tmp_path / "two", *options, "--save-every", 10)
     start, end = log[0], log[-1]
@@ -65,7 +65,8 @@ def test_experts_are_trained_and_a_checkpoint_goes_on_anywhere(tmp_path: Path) -
     two = losses(log)
     assert len(two) == 20 and sum(two[-5:]) / 5 < two[0] - 0.8
 
-    one = losses(train(EXPERTS, tmp_path / "one", *options, "--resume", tmp_path / "two" / "step-10", processes=1))
+    again = ("--resume", tmp_path / "two" / "step-10", "--accumulate", 2)
+    one = losses(train(EXPERTS, tmp_path / "one", *options, *again, processes=1))
     assert one == pytest.approx(two[10:], rel=1e-4)
 
     from peft import PeftModel

@@ -44,6 +44,11 @@ TO_FEW = "to few experts"
 """Every token to the first two experts, so that whoever owns others gets none."""
 
 
+def device() -> torch.device:
+    """This process's."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
 def _new_model(lora: bool, few: bool = False) -> nn.Module:
     """Two mixture-of-experts layers; with adapters on the attention, the router and the experts."""
     model = presets.build("qwen3_moe", mlp_only_layers=[]).train()
@@ -51,7 +56,9 @@ def _new_model(lora: bool, few: bool = False) -> nn.Module:
         for name, module in model.named_modules():
             if name.endswith("mlp.gate"):
                 module.register_forward_hook(_choose_the_first)
-    return with_adapters(model) if lora else model
+    if device().type == "cuda":  # where PyTorch has no grouped product in fp32
+        model.set_experts_implementation("eager")
+    return (with_adapters(model) if lora else model).to(device())
 
 
 def with_adapters(model: nn.Module) -> nn.Module:
@@ -73,18 +80,18 @@ def with_adapters(model: nn.Module) -> nn.Module:
 
 def _choose_the_first(module: nn.Module, args: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     logits, weights, index = output
-    return logits, weights, torch.arange(index.shape[1]).expand_as(index)
+    return logits, weights, torch.arange(index.shape[1], device=index.device).expand_as(index)
 
 
 def _spread(model: nn.Module, ep: int, **options: Any) -> nn.Module:
-    mesh = expert_mesh(ep, device_type="cpu")
+    mesh = expert_mesh(ep, device_type=device().type)
     return fully_shard_model(apply_expert_parallel(model, mesh), mesh, **options)
 
 
 def _batch(step: int, order: int = 0) -> dict[str, torch.Tensor]:
     inputs = presets.inputs(presets.build("qwen3_moe", device="meta"), batch=ROWS, seed=step % 3, device="cpu")
     rows = torch.randperm(ROWS, generator=torch.Generator().manual_seed(order)) if order else torch.arange(ROWS)
-    return {name: tensor[rows] for name, tensor in inputs.items()}
+    return {name: tensor[rows].to(device()) for name, tensor in inputs.items()}
 
 
 def _mine(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -153,7 +160,8 @@ def _steps(
 def _alone(lora: bool, few: bool, order: int) -> Curve:
     """In one of the orders of summation: of the rows, and of the experts as transformers has them."""
     model = _new_model(lora, few)
-    model.set_experts_implementation(("grouped_mm", "eager", "batched_mm")[order])
+    by = ("eager", "batched_mm", "eager") if device().type == "cuda" else ("grouped_mm", "eager", "batched_mm")
+    model.set_experts_implementation(by[order])
     return _steps(model, _optimizer(model), functools.partial(_batch, order=order))
 
 
@@ -167,7 +175,7 @@ def _exact_gradients(lora: bool, few: bool) -> dict[str, torch.Tensor]:
 
 def _judge_losses(losses: list[float], lora: bool, few: bool, first: int = 0) -> None:
     """Judges the mean over the processes."""
-    total = torch.tensor(losses, dtype=torch.float64)
+    total = torch.tensor(losses, dtype=torch.float64, device=device())
     dist.all_reduce(total)
     mean = (total / dist.get_world_size()).tolist()
     orders = [_alone(lora, few, order).losses for order in range(ORDERS)]
@@ -182,7 +190,7 @@ def curve(mesh: DeviceMesh, ep: int, lora: str | None, few: bool = False) -> Non
     adapted = lora is not None
     single = _alone(adapted, few, 0)
     if lora == "after":
-        mesh_of_all = expert_mesh(ep, device_type="cpu")
+        mesh_of_all = expert_mesh(ep, device_type=device().type)
         model = with_adapters(apply_expert_parallel(_new_model(False, few), mesh_of_all))
         load_state_dict(model, _new_model(True, few).state_dict())
         fully_shard_model(model, mesh_of_all)
@@ -215,12 +223,12 @@ def curve(mesh: DeviceMesh, ep: int, lora: str | None, few: bool = False) -> Non
 def one_step(mesh: DeviceMesh, name: str, **policy: torch.dtype) -> None:
     """Other families; in lower precision the expected gradients are those of FSDP2 alone."""
     ep = 2
-    single, spread = (presets.build(name).train() for _ in range(2))
+    single, spread = (presets.build(name).train().to(device()) for _ in range(2))
     policies = {"mp_policy": MixedPrecisionPolicy(**policy)}
     if policy:
         _spread(single, 1, **policies)
     _spread(spread, ep, **policies)
-    inputs = presets.inputs(presets.build(name, device="meta"), batch=ROWS, device="cpu")
+    inputs = presets.inputs(presets.build(name, device="meta"), batch=ROWS, device=device())
     presets.loss(single(**(_mine(inputs) if policy else inputs))).backward()
     presets.loss(spread(**_mine(inputs))).backward()
     for module in (single, spread):
@@ -339,7 +347,7 @@ def refused(mesh: DeviceMesh) -> None:
     from peft import LoraConfig, get_peft_model
 
     world = dist.get_world_size()
-    of_all = expert_mesh(world, device_type="cpu")
+    of_all = expert_mesh(world, device_type=device().type)
 
     def error_of(call: Callable[[], Any]) -> str:
         try:
@@ -349,7 +357,7 @@ def refused(mesh: DeviceMesh) -> None:
         raise AssertionError("no error")
 
     fitting = ", ".join(str(size) for size in (1, 2, 4) if world % size == 0)
-    assert error_of(lambda: expert_mesh(3, device_type="cpu")) == (
+    assert error_of(lambda: expert_mesh(3, device_type=device().type)) == (
         f"{world} processes can't share experts 3 by 3; expert parallelism may be {fitting}"
     )
     assert "call apply_expert_parallel first" in error_of(lambda: fully_shard_model(_new_model(False), of_all))
