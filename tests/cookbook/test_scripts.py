@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -25,12 +27,23 @@ EXPERTS = "ep_fsdp2_lora_qwen3_moe"
 pytestmark = pytest.mark.multiprocess
 
 
+def _free_port() -> int:
+    """Below those that the system gives out by itself, or another process may be given it before it is used."""
+    while True:
+        port = random.randrange(20000, 30000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+
+
 def _command(script: str, *options: Any, processes: int = 2) -> tuple[list[str], dict[str, str]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
-    own = {"PYTHON": sys.executable, "NPROC_PER_NODE": str(processes), "MASTER_PORT": str(port), "PYTHONPATH": path}
+    own = {
+        "PYTHON": sys.executable,
+        "NPROC_PER_NODE": str(processes),
+        "MASTER_PORT": str(_free_port()),
+        "PYTHONPATH": path,
+    }
     return [str(SCRIPTS / f"{script}.sh"), *map(str, options)], {**os.environ, **own, "HF_HUB_OFFLINE": "1"}
 
 
