@@ -56,6 +56,7 @@ def train(
         command, env={**variables, **(environment or {})}, capture_output=True, text=True, timeout=170
     )
     assert done.returncode == 0, done.stderr
+    assert "view tensor" not in done.stderr, "FSDP2 would lose its hook to an operation in place"
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
