@@ -65,6 +65,7 @@ class Log:
 
 
 def facts(settings: Settings, place: Place, model: Any) -> dict[str, Any]:
+    """The first line of the log: numbers of processes and parameters, of the whole model, and who computes what."""
     ep = getattr(settings, "ep_size", 1) or place.world
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     shared = parts(model)
@@ -101,6 +102,7 @@ def _kernels(model: Any) -> dict[str, int]:
 
 
 def memory(place: Place) -> dict[str, float]:
+    """The most that PyTorch has held on this process's device so far; nothing on a CPU."""
     if place.device.type == "cpu":
         return {}
     return {"peak_memory_gb": round(torch.get_device_module(place.device).max_memory_allocated() / 1e9, 2)}

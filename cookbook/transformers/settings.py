@@ -18,6 +18,7 @@ def baseline() -> bool:
 
 
 def option(default: Any, text: str) -> Any:
+    """A field with its help."""
     return field(default=default, metadata={"help": text})
 
 

@@ -62,6 +62,17 @@ def test_only_the_gradients_that_are_wanted(frozen: tuple[str, ...]) -> None:
         assert leaf.grad is None if name in frozen else torch.equal(leaf.grad, expected[name]), name
 
 
+def test_its_result_can_be_added_to_in_place() -> None:
+    """As blocks with a shared expert do."""
+    variant = MoeExpertsVariant(Gate("silu"))
+    inputs, index = made(variant, SIZES[0], torch.float32, 3, False)
+    x = inputs["x"].requires_grad_()
+    out = ours(x, index, inputs["weights"], (inputs["gate_up"], inputs["down"], None, None), variant)
+    assert not out._is_view()
+    out += x
+    out.sum().backward()
+
+
 def test_its_gradient_can_be_differentiated() -> None:
     variant = MoeExpertsVariant(Gate("silu"))
     inputs, index = made(variant, SIZES[0], torch.float32, 2, False)

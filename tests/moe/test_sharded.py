@@ -1,6 +1,6 @@
 """Experts in parts, FSDP2 and LoRA together, in two and in four processes.
 
-The cases are in ``tests/support/sharded_cases.py``.
+The cases are in ``tests/support/sharded_cases.py`` and ``sharded_curves.py``.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ pytest.importorskip("peft")
 
 from torch import distributed
 
-from tests.support.processes import problems
-from tests.support.sharded_cases import CASES, CURVES
+from tests.support.processes import backend_for, problems
+from tests.support.sharded_cases import CASES
+from tests.support.sharded_curves import CURVES
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -37,7 +38,10 @@ def test_processes(world: int, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_curves(world: int, tmp_path: Path) -> None:
-    """Twenty steps of every layout are those of one process; so are those after a checkpoint, either way."""
-    found = problems(tmp_path, world, f"{SHARDED}:CURVES")
+    """Twenty steps of every layout are those of one process; so are those after a checkpoint, either way.
+
+    On GPUs where there are enough, over NCCL.
+    """
+    found = problems(tmp_path, world, "tests.support.sharded_curves:CURVES", backend=backend_for(world))
     assert len(found) == world * len(CURVES) >= 18
     assert {case: problem for case, problem in found.items() if problem} == {}

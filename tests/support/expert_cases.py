@@ -144,7 +144,10 @@ def called_by_name(mesh: DeviceMesh) -> None:
     else:
         raise AssertionError("no error")
     parts.act_fn = activation
-    torch.testing.assert_close(parts(x, index, weights), expected)
+    found = parts(x, index, weights)
+    torch.testing.assert_close(found, expected)
+    assert not found._is_view()
+    found += x  # as blocks with a shared expert do
     assert parts._twinkle_under_way is None
 
 

@@ -1,4 +1,4 @@
-"""Test cases that several processes run together, over gloo on the CPU."""
+"""Test cases that several processes run together, over gloo on the CPU or NCCL on GPUs."""
 
 from __future__ import annotations
 
@@ -25,17 +25,23 @@ PATIENCE = 60
 """Seconds after which processes that wait for one that is gone count as hanging."""
 
 
-def problems(folder: Path, world: int, cases: str, death: str | None = None) -> dict[str, str]:
+def backend_for(world: int) -> str:
+    """NCCL where there is a GPU for each process, otherwise gloo on the CPU."""
+    return "nccl" if torch.cuda.device_count() >= world else "gloo"
+
+
+def problems(folder: Path, world: int, cases: str, death: str | None = None, backend: str = "gloo") -> dict[str, str]:
     """Runs all cases in one set of processes, since starting them takes longer than the cases do.
 
     Args:
         cases: ``module:name`` of the mapping; each case gets a mesh of all processes.
         death: ``module:name`` of a case that kills a process and is run last; the others have to end with an error.
+        backend: ``gloo`` or ``nccl``.
 
     Returns:
         case and process -> the traceback, empty where it passed.
     """
-    context = multiprocessing.spawn(_worker, args=(str(folder), world, cases, death), nprocs=world, join=False)
+    context = multiprocessing.spawn(_worker, args=(str(folder), world, cases, death, backend), nprocs=world, join=False)
     assert context is not None
     for process in context.processes:
         process.join()
@@ -61,13 +67,15 @@ def _load(cases: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _worker(rank: int, folder: str, world: int, cases: str, death: str | None) -> None:
+def _worker(rank: int, folder: str, world: int, cases: str, death: str | None, backend: str) -> None:
     """Runs all cases in one of the processes; writes for each a file with the traceback, empty when it passed."""
     torch.set_num_threads(1)
     register_test_backends()
     where = f"file://{folder}/rendezvous"
-    dist.init_process_group("gloo", where, timedelta(minutes=2), rank=rank, world_size=world)
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, where, timedelta(minutes=2), rank=rank, world_size=world)
+    mesh = init_device_mesh("cuda" if backend == "nccl" else "cpu", (world,), mesh_dim_names=("ep",))
     for number, case in enumerate(_load(cases).values()):
         problem = ""
         try:

@@ -95,7 +95,9 @@ class _Sums(torch.autograd.Function):
         ctx.save_for_backward(rows, weights, to.places, to.slots)
         chosen = _chosen(rows, to.places)
         if weights.dtype == rows.dtype:  # one pass, adding up in fp32
-            return torch.bmm(weights[:, None], chosen).squeeze(1)
+            sums = rows.new_empty(len(chosen), rows.shape[1])
+            torch.bmm(weights[:, None], chosen, out=sums[:, None])
+            return sums  # and no view, which a model couldn't add to in place
         return (chosen * weights[..., None]).sum(1).to(rows.dtype)
 
     @staticmethod

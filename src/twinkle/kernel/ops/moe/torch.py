@@ -97,10 +97,13 @@ def _combined(
 ) -> torch.Tensor:
     """Each token's results, weighted and added up, with the experts' biases: ``[T, H]``."""
     chosen = _of_tokens(result, to)
-    if weights.dtype == result.dtype:
-        total = torch.bmm(weights[:, None], chosen).squeeze(1)
-    else:
+    if weights.dtype != result.dtype:
         total = (chosen * weights[..., None]).sum(1).to(result.dtype)
+    elif torch.is_grad_enabled():
+        total = torch.bmm(weights[:, None], chosen).squeeze(1)
+    else:  # what an autograd.Function returns must be no view, or the model can't add to it in place
+        total = result.new_empty(len(chosen), result.shape[1])
+        torch.bmm(weights[:, None], chosen, out=total[:, None])
     return total if bias is None else total + _shares(index, weights, len(bias)).to(bias.dtype) @ bias
 
 
