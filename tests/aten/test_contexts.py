@@ -23,6 +23,7 @@ USES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "clone": lambda x: x.clone(),
     "copy_": lambda x: (x.new_zeros(x.shape) * 1).copy_(x),
     "contiguous": lambda x: x.transpose(-1, -2).contiguous(),
+    "type_as": lambda x: x.bfloat16().type_as(x),
 }
 """Differentiable functions of a matrix, each of which calls its operator."""
 

@@ -8,7 +8,7 @@ import pytest
 
 from twinkle.aten import profile, profiles
 from twinkle.aten import profiles as function
-from twinkle.aten.keys import find_platform
+from twinkle.aten.keys import platform_here, platforms_meant
 from twinkle.platforms import PLATFORMS
 
 
@@ -30,7 +30,7 @@ def test_one_chip_is_one_profile(alias: str, name: str) -> None:
 
 def test_a_profiles_key_feeds_a_registration() -> None:
     made = profile("cpu")
-    assert find_platform("clone", made.dispatch_key, None).name == "cpu"
+    assert platform_here("clone", made.dispatch_key, platforms_meant("clone", made.dispatch_key, None)).name == "cpu"
 
 
 def test_an_unknown_profile() -> None:

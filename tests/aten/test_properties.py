@@ -83,14 +83,36 @@ def copies(draw: Any) -> list[Any]:
 
 
 numbers = st.lists(st.integers(-1, 5), max_size=5)
+options = st.tuples(st.sampled_from([None, *DTYPES]), st.sampled_from([None, torch.strided, torch.sparse_coo]))
+"""The leading arguments of all that allocate: dtype and layout."""
+
+
+def lone_elements() -> st.SearchStrategy[list[Any]]:
+    """Mostly one element, anywhere in memory; sometimes several, or none."""
+    few = st.lists(st.sampled_from((1, 1, 1, 1, 0, 2)), max_size=3).map(tuple)
+    return few.flatmap(tensors).map(lambda drawn: [drawn])
+
+
 ARGUMENTS: dict[str, st.SearchStrategy[list[Any]]] = {
+    "_local_scalar_dense": lone_elements(),
     "clone": st.tuples(tensors(), st.sampled_from(FORMATS)).map(list),
     "contiguous": st.tuples(tensors(), st.sampled_from(FORMATS[1:])).map(list),
     "copy_": copies(),
+    "detach": tensors().map(lambda drawn: [drawn]),
+    "detach_": tensors(written=True).map(lambda drawn: [drawn]),
     "dropout": st.tuples(tensors(), st.sampled_from([0.0, 0.3, 0.5, 1.0, 1.5, -0.1]), st.booleans()).map(list),
-    "empty_strided": st.tuples(
-        numbers, numbers, st.sampled_from([None, *DTYPES]), st.sampled_from([None, torch.strided, torch.sparse_coo])
-    ).map(lambda drawn: [*drawn, torch.device(DEVICE), None]),
+    "empty": st.tuples(numbers, options, st.sampled_from(FORMATS)).map(
+        lambda drawn: [drawn[0], *drawn[1], torch.device(DEVICE), None, drawn[2]]
+    ),
+    "empty_like": st.tuples(tensors(), options, st.sampled_from([None, "cpu", DEVICE]), st.sampled_from(FORMATS)).map(
+        lambda drawn: [drawn[0], *drawn[1], drawn[2] and torch.device(drawn[2]), None, drawn[3]]
+    ),
+    "empty_strided": st.tuples(numbers, numbers, options).map(
+        lambda drawn: [*drawn[:2], *drawn[2], torch.device(DEVICE), None]
+    ),
+    "item": lone_elements(),
+    "result_type": st.tuples(tensors(), tensors()).map(list),
+    "type_as": st.tuples(tensors(), tensors()).map(list),
 }
 CONTEXTS: dict[str, Callable[[], Any]] = {
     "gradients": torch.enable_grad,
@@ -115,10 +137,12 @@ def test_any_call(spec: OperatorSpec, chip: Profile, data: st.DataObject) -> Non
     for register in (False, True):
         call = call_of(spec, drawn, differentiate)
         torch.manual_seed(0)
-        registration = spec.register_a1(platform=chip.platform) if register else None
+        registration = spec.register_a1(platform=chip.platform) if register and spec.by_design is None else None
+        # Of one that is never registered it is the function that is called.
+        function = spec.aten if register and spec.by_design else spec.native
         try:
             with CONTEXTS[context]():
-                seen.append(call.observe(lambda values: call_operator(spec, values)))
+                seen.append(call.observe(lambda values, function=function: call_operator(spec, function, values)))
         finally:
             if registration is not None:
                 registration.close()
@@ -127,12 +151,12 @@ def test_any_call(spec: OperatorSpec, chip: Profile, data: st.DataObject) -> Non
     assert active() == []
 
 
-def call_operator(spec: OperatorSpec, values: list[Any]) -> Any:
+def call_operator(spec: OperatorSpec, function: Callable[..., Any], values: list[Any]) -> Any:
     """As PyTorch's own Python functions do: what is None is left out."""
     names = [argument.name for argument in spec.overload._schema.arguments if argument.kwarg_only]
     leading = len(values) - len(names)
     by_name = {name: value for name, value in zip(names, values[leading:], strict=True) if value is not None}
-    return spec.overload(*values[:leading], **by_name)
+    return function(*values[:leading], **by_name)
 
 
 def test_every_operator_has_its_arguments() -> None:
@@ -146,12 +170,20 @@ BAD: list[tuple[str, Callable[[], Any]]] = [
     ("copy_", lambda: torch.ones(3, device=DEVICE).copy_(torch.ones(4, device=DEVICE))),
     ("copy_", lambda: torch.ones(1, device=DEVICE).expand(3).copy_(torch.ones(3, device=DEVICE))),
     ("copy_", lambda: torch.ops.aten.copy_(torch.ones(3, device=DEVICE), None)),
+    ("detach", lambda: torch.ops.aten.detach(3)),
     ("dropout", lambda: torch.ops.aten.dropout(torch.ones(3, device=DEVICE), 1.5, True)),
     ("dropout", lambda: torch.nn.functional.dropout(torch.ones(3, device=DEVICE), -1)),
+    ("empty_like", lambda: torch.empty_like(torch.ones(3, device=DEVICE), memory_format=torch.channels_last)),
+    ("empty_like", lambda: torch.empty_like(2)),
     ("empty_strided", lambda: torch.empty_strided((3,), (-1,), device=DEVICE)),
     ("empty_strided", lambda: torch.empty_strided((3, 3), (1,), device=DEVICE)),
     ("empty_strided", lambda: torch.empty_strided((2**62, 2**62), (2**62, 1), device=DEVICE)),
     ("empty_strided", lambda: torch.empty_strided((2**45,), (1,), device=DEVICE)),
+    ("item", lambda: torch.ones(2, device=DEVICE).item()),
+    ("item", lambda: torch.ones(0, device=DEVICE).item()),
+    ("_local_scalar_dense", lambda: torch.ops.aten._local_scalar_dense(torch.ones(0, device=DEVICE))),
+    ("type_as", lambda: torch.ones(2, device=DEVICE).type_as(torch.float16)),
+    ("type_as", lambda: torch.ones(2, device=DEVICE).type_as(3.0)),
 ]
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.aten.conftest import DEVICE, INTERPRETED
-from twinkle.aten import Profile, RegistrationError, catalog, install
+from twinkle.aten import NotRegistrableError, Profile, RegistrationError, catalog, install
 from twinkle.aten import registration as registration_module
 from twinkle.aten.registration import active
 from twinkle.aten.spec import OperatorSpec
@@ -42,7 +42,8 @@ def test_a_counter_that_is_emptied_goes_on(clone: OperatorSpec, chip: Profile) -
         assert counter == {"n": 1}
 
 
-def test_close_leaves_the_operator_as_it_was(spec: OperatorSpec, chip: Profile) -> None:
+def test_close_leaves_the_operator_as_it_was(registrable: OperatorSpec, chip: Profile) -> None:
+    spec = registrable
     keys = (chip.found.dispatch_key, chip.found.autograd_key)
     before = [kernel_at(spec, key) for key in keys]
     counter: dict[str, int] = {}
@@ -204,14 +205,46 @@ def test_threads_that_register_close_and_call(clone: OperatorSpec, chip: Profile
 
 
 def test_install_all(chip: Profile) -> None:
+    """All that can be registered and do no harm: in the meantime a module can be built and moved."""
     x = torch.randn(6, 5, device=DEVICE)
     with install(platform=chip.platform) as installed:
-        assert list(installed.registrations) == catalog.names()
-        torch.nn.functional.dropout(x.t().contiguous().clone(), 0.5)
+        assert set(installed.registrations) == set(catalog.names()) - {"detach", "detach_", "empty", "result_type"}
+        torch.nn.functional.dropout(torch.empty_like(x).copy_(x.t().contiguous().t().clone()), 0.5).type_as(x.half())
         torch.empty_strided((2, 3), (1, 2), device=DEVICE).copy_(torch.ones(3, device=DEVICE))
-        for name, registration in installed.registrations.items():
-            assert registration.counts.kernel > 0, name
+        x[1, 2].item()
+        torch.nn.Linear(2, 3).to(DEVICE)
+        for name in ("clone", "contiguous", "copy_", "dropout", "empty_like", "empty_strided", "item", "type_as"):
+            assert installed.registrations[name].counts.kernel > 0, name
     assert active() == []
+
+
+@pytest.mark.parametrize("name", ["detach_", "empty", "result_type"])
+def test_never_registered_by_design(name: str, chip: Profile) -> None:
+    """Whatever the machine; but a wrong key or name is that first."""
+    spec = catalog.operator(name)
+    for form in ({}, {"platform": chip.platform}, {"platform": "kunlunxin"}, {"dispatch_key": "CUDA"}):
+        with pytest.raises(NotRegistrableError, match=f"^{name} is not registered, by design: ") as error:
+            spec.register_a1(**form)
+        assert isinstance(error.value, NotImplementedError) and error.value.code == "by-design"
+    with pytest.raises(RegistrationError, match="unknown platform 'cpv'.*did you mean 'cpu'"):
+        spec.register_a1(platform="cpv")
+    with pytest.raises(NotRegistrableError):
+        install(["clone", name], platform=chip.platform)
+    assert active() == []
+
+
+def test_detach_says_what_it_does_to_modules(chip: Profile, caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Linear(3, 2).to(DEVICE)
+    with caplog.at_level(logging.WARNING, "twinkle.aten"):
+        registration = catalog.operator("detach").register_a1(platform=chip.platform)
+    assert "detach is registered: until it is closed, making a torch.nn.Parameter fails" in caplog.text
+    with registration:
+        x = torch.ones(3, device=DEVICE)
+        assert model(x).detach().requires_grad is False
+        with pytest.raises(RuntimeError, match="already associated to a python object"):
+            torch.nn.Parameter(x)
+        assert registration.counts.kernel > 0
+    torch.nn.Parameter(x)
 
 
 def test_install_is_all_or_nothing(clone: OperatorSpec, chip: Profile) -> None:

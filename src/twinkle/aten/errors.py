@@ -5,6 +5,19 @@ from __future__ import annotations
 from twinkle.reasons import Reason
 
 
+class NotRegistrableError(NotImplementedError):
+    """The operator is never registered, by design; nothing was changed.
+
+    Attributes:
+        code: ``by-design``.
+    """
+
+    code = "by-design"
+
+    def __init__(self, operator: str, why: str) -> None:
+        super().__init__(f"{operator} is not registered, by design: {why}")
+
+
 class RegistrationError(RuntimeError):
     """An operator was not registered; nothing was changed.
 

@@ -39,14 +39,18 @@ def install(operators: Sequence[str] | str = "all", *, platform: str) -> Install
     """Registers operators on a platform: all or nothing.
 
     Args:
-        operators: names, or ``"all"``.
+        operators: names, or ``"all"``: those that can be registered and do no harm in the process meanwhile.
         platform: a platform's name or alias.
 
     Raises:
         RegistrationError: one of them can't be registered; those before it were taken back.
+        NotRegistrableError: one of them isn't registered by design; likewise.
     """
-    wanted = catalog.names() if operators == "all" else [operators] if isinstance(operators, str) else operators
-    specs = [catalog.operator(name) for name in wanted]
+    if operators == "all":
+        every = [catalog.operator(name) for name in catalog.names()]
+        specs = [spec for spec in every if spec.by_design is spec.caution is None]
+    else:
+        specs = [catalog.operator(name) for name in ([operators] if isinstance(operators, str) else operators)]
     done = Installation({})
     try:
         for spec in specs:

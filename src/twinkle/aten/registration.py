@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from twinkle.aten.errors import RegistrationError
-from twinkle.aten.keys import effective_keys, find_platform
+from twinkle.aten.errors import NotRegistrableError, RegistrationError
+from twinkle.aten.keys import effective_keys, platform_here, platforms_meant
 from twinkle.aten.router import Traffic, make_router
 from twinkle.aten.serving import Serving
 from twinkle.aten.spec import OperatorSpec
@@ -144,7 +144,10 @@ def register(
     spec: OperatorSpec, dispatch_key: str, counter: dict[str, int] | None, platform: str | None
 ) -> Registration:
     """See :meth:`twinkle.aten.spec.OperatorSpec.register_a1`."""
-    found = find_platform(spec.name, dispatch_key, platform)
+    candidates = platforms_meant(spec.name, dispatch_key, platform)
+    if spec.by_design is not None:
+        raise NotRegistrableError(spec.name, spec.by_design)
+    found = platform_here(spec.name, dispatch_key, candidates)
     with _lock:
         registration = Registration(spec, found, {} if counter is None else counter)
         for key in registration.keys:
@@ -153,7 +156,9 @@ def register(
                 raise RegistrationError(spec.name, Reason("already-registered", text, "close() that one first"))
         registration._install(found.autograd_key)
         _active.update({(spec.name, key): registration for key in registration.keys})
-        return registration
+    if spec.caution is not None:
+        logger.warning("%s is registered: %s; close() it first", spec.name, spec.caution)
+    return registration
 
 
 def _compiled_graphs() -> int:

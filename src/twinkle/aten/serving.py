@@ -38,6 +38,7 @@ class Serving:
 
     Attributes:
         level: ``"triton"`` or ``"torch"``.
+        is_detached: autograd has to tie the result to its argument, which Python code can't.
     """
 
     def __init__(self, spec: OperatorSpec, platform: Platform, level: str | None = None) -> None:
@@ -45,8 +46,10 @@ class Serving:
         kernel = spec.kernels[self.level]
         self.arguments = Arguments(spec.overload)
         self._conditions = [(c.code, c.holds) for c in (*spec.conditions, *kernel.conditions)]
-        self._in_place = Semantics.IN_PLACE in spec.semantics
+        self.is_detached = Semantics.DETACHED in spec.semantics
+        self._in_place = Semantics.IN_PLACE in spec.semantics and not self.is_detached
         self._function = spec.home.load(kernel.path)
+        self._places = spec.differentiable
         self._differentiable = self._with_pullback(spec, kernel)
 
     def refusal(self, values: list[Any]) -> str | None:
@@ -81,26 +84,22 @@ class Serving:
             increment_version(result)
         return result
 
-    @staticmethod
-    def _needs_gradient(values: list[Any]) -> bool:
-        if not torch.is_grad_enabled():
+    def _needs_gradient(self, values: list[Any]) -> bool:
+        if self._differentiable is None or not torch.is_grad_enabled():
             return False
-        return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+        chosen = values if self._places is None else [values[place] for place in self._places]
+        return any(isinstance(value, torch.Tensor) and value.requires_grad for value in chosen)
 
-    def _with_pullback(self, spec: OperatorSpec, kernel: Kernel) -> Callable[[list[Any]], tuple[Any, Pullback]]:
+    def _with_pullback(self, spec: OperatorSpec, kernel: Kernel) -> Callable[[list[Any]], tuple[Any, Pullback]] | None:
         if kernel.with_pullback is not None:
             return functools.partial(self.arguments.call, spec.home.load(kernel.with_pullback))
-        assert spec.gradient is not None or Semantics.ALLOCATES in spec.semantics, f"{spec.name} has no gradient"
-        return functools.partial(spec.gradient or _no_gradient, self.run)
-
-
-def _no_gradient(run: Callable[[list[Any]], Any], values: list[Any]) -> tuple[Any, Pullback]:
-    return run(values), lambda grad: (None,)
+        return None if spec.gradient is None else functools.partial(spec.gradient, self.run)
 
 
 class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, serving: Serving, *values: Any) -> Any:
+        assert serving._differentiable is not None
         with torch._C._AutoDispatchBelowADInplaceOrView():
             result, ctx.pullback = serving._differentiable(list(values))
         if serving._in_place:
@@ -130,7 +129,7 @@ def call(spec: OperatorSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         values = served.arguments.bind(args, kwargs)
         if interference(at_autograd=True) is None and served.refusal(values) is served.ungradable(values) is None:
             return served.run_with_gradient(values)
-    return spec.overload(*args, **kwargs)
+    return spec.native(*args, **kwargs)
 
 
 def _device_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -149,3 +149,9 @@ def broadcasts(sizes: tuple[int, ...], to: tuple[int, ...]) -> bool:
 def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors lie in one allocation, overlapping or not."""
     return torch._C._is_alias_of(one, other)  # type: ignore[attr-defined]
+
+
+def takes_format(rank: int, memory_format: torch.memory_format | None) -> bool:
+    """Whether a tensor of that rank can have that memory format."""
+    needed = {torch.channels_last: 4, torch.channels_last_3d: 5}
+    return memory_format is None or needed.get(memory_format, rank) == rank

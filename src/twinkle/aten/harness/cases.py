@@ -9,9 +9,9 @@
           self: {shape: [4097, 7], strides: [1, 4097], offset: 3}
 
 A mapping with ``shape`` is a tensor: ``strides`` (contiguous when left out) and ``offset`` in elements, ``dtype`` (the
-case's when left out), ``values`` (``normal``, ``zeros``, ``large``, ``special`` or ``poison``). Anything else is the
-argument itself; a name of ``torch`` may stand for a memory format, a dtype or a layout, ``"{dtype}"`` for the case's.
-Arguments that are left out have their defaults, a ``device`` is the one that is asked for.
+case's when left out), ``values`` (``normal``, ``zeros``, ``large``, ``special``, ``edges`` or ``poison``). Anything
+else is the argument itself; a name of ``torch`` may stand for a memory format, a dtype or a layout, ``"{dtype}"`` for
+the case's. Arguments that are left out have their defaults, a ``device`` is the one that is asked for.
 """
 
 from __future__ import annotations
@@ -138,10 +138,16 @@ def _special(size: int, dtype: torch.dtype, generator: torch.Generator) -> torch
     return few[torch.randint(0, len(few), (size,), generator=generator)].to(dtype)
 
 
+def _edges(size: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """As :func:`_special`, without what is not a number: there are many, and a conversion may give any."""
+    few = torch.tensor([float("inf"), -float("inf"), -0.0, torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max])
+    return few[torch.randint(0, len(few), (size,), generator=generator)].to(dtype)
+
+
 def _poison(size: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     """What a result holds before it is written."""
     pattern = 0x01 if dtype is torch.bool else 0xA5  # other bytes are no booleans
     return torch.full((size * torch.empty(0, dtype=dtype).element_size(),), pattern, dtype=torch.uint8).view(dtype)
 
 
-_FILLS = {"normal": _normal, "zeros": _zeros, "large": _large, "special": _special, "poison": _poison}
+_FILLS = {"normal": _normal, "zeros": _zeros, "large": _large, "special": _special, "edges": _edges, "poison": _poison}

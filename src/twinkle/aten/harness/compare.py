@@ -6,7 +6,13 @@ from typing import Any
 
 import torch
 
+from twinkle.aten import strided
 from twinkle.aten.spec import OperatorSpec, Semantics
+
+
+def shares_memory(one: Any, other: Any) -> bool:
+    """Whether two results are tensors in one allocation."""
+    return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and strided.shares_memory(one, other)
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -37,9 +43,18 @@ def difference(spec: OperatorSpec, result: Any, expected: Any, arguments: list[A
     Args:
         arguments: those that led to ``result``; an operator's own judge looks at them.
     """
-    for what in ("shape", "dtype"):
+    if not isinstance(expected, torch.Tensor):
+        same = type(result) is type(expected) and repr(result) == repr(expected)  # of numbers: all digits, and any NaN
+        return None if same else f"{result!r}, expected {expected!r}"
+    for what in ("shape", "dtype", "layout"):
         if getattr(result, what) != getattr(expected, what):
             return f"{what} {getattr(result, what)}, expected {getattr(expected, what)}"
+    if expected.layout is not torch.strided:
+        return (
+            None
+            if Semantics.ALLOCATES in spec.semantics or same_bits(result, expected)
+            else "other elements than expected"
+        )
     if result.stride() != expected.stride():
         return f"strides {result.stride()}, expected {expected.stride()}"
     if Semantics.ALLOCATES in spec.semantics:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
 from twinkle.aten.harness.cases import cases
-from twinkle.aten.harness.compare import difference
+from twinkle.aten.harness.compare import difference, shares_memory
 from twinkle.aten.harness.outcome import Outcome, started
 from twinkle.aten.harness.poison import PATTERNS, poisoned
 from twinkle.aten.profiles import Profile
 from twinkle.aten.serving import Serving, triton_missing
 from twinkle.aten.spec import OperatorSpec
-from twinkle.aten.strided import shares_memory
 
 
 def run(spec: OperatorSpec, profile: Profile) -> Outcome:
@@ -36,7 +35,7 @@ def run(spec: OperatorSpec, profile: Profile) -> Outcome:
                 continue
             taken += 1
             expected = serving.arguments.call(reference, case.values())
-            earlier: list[torch.Tensor] = []
+            earlier: list[Any] = []
             for pattern in PATTERNS:
                 values = case.values(profile.device)
                 with poisoned(pattern):

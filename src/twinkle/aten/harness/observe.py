@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from twinkle.aten.harness.cases import generator
-from twinkle.aten.harness.compare import difference, memory_of, same_bits
+from twinkle.aten.harness.compare import difference, memory_of, same_bits, shares_memory
 from twinkle.aten.spec import OperatorSpec, Semantics
-from twinkle.aten.strided import shares_memory
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Call:
             seen.result = function(self.arguments)
             seen.written = [_version(tensor) - version for tensor, version in zip(tensors, before, strict=True)]
             seen.aliases = [_alias(seen.result, tensor) for tensor in tensors]
-            if self.leaves and seen.result.requires_grad:
+            if self.leaves and _requires_grad(seen.result):
                 seen.result.backward(_cotangent(self.name, seen.result))
                 seen.gradients = [leaf.grad for leaf in self.leaves]
         except Exception as error:
@@ -88,8 +88,8 @@ def differences(spec: OperatorSpec, seen: Seen, native: Seen) -> list[str]:
         for what, ours, theirs in (
             ("aliases", seen.aliases, native.aliases),
             ("versions grew by", seen.written, native.written),
-            ("requires_grad", seen.result.requires_grad, native.result.requires_grad),
-            ("is a view", seen.result._is_view(), native.result._is_view()),
+            ("requires_grad", _requires_grad(seen.result), _requires_grad(native.result)),
+            ("is a view", _is_view(seen.result), _is_view(native.result)),
             ("gradients", len(seen.gradients), len(native.gradients)),
         )
         if ours != theirs
@@ -118,10 +118,31 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _alias(result: torch.Tensor, tensor: torch.Tensor) -> str:
+def _requires_grad(result: Any) -> bool:
+    return isinstance(result, torch.Tensor) and result.requires_grad
+
+
+def _is_view(result: Any) -> bool:
+    return isinstance(result, torch.Tensor) and result._is_view()
+
+
+def _alias(result: Any, tensor: torch.Tensor) -> str:
     if result is tensor:
         return "the same"
-    return "shares memory" if shares_memory(result, tensor) else "apart"
+    if not shares_memory(result, tensor):
+        return "apart"
+    return "shares memory and version" if _share_version(result, tensor) else "shares memory"
+
+
+def _share_version(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a write to one is seen as one to the other by autograd."""
+    if one.is_inference() or other.is_inference():
+        return False
+    before = other._version
+    increment_version(other)
+    shared = one._version == other._version
+    torch._C._autograd._unsafe_set_version_counter((other,), (before,))
+    return shared
 
 
 def _cotangent(name: str, result: torch.Tensor) -> torch.Tensor:

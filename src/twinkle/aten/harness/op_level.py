@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from twinkle.aten.arguments import Arguments
+from twinkle.aten.errors import NotRegistrableError
 from twinkle.aten.harness.cases import Case, cases
 from twinkle.aten.harness.observe import Call, Seen, differences
 from twinkle.aten.harness.outcome import Outcome, started
@@ -31,6 +32,9 @@ def run(spec: OperatorSpec, profile: Profile) -> Outcome:
     """Everything that a caller could notice is as natively, and the kernel served what its conditions allow."""
     outcome = started(spec, "op", profile)
     if outcome.not_run is not None:
+        return outcome
+    if spec.by_design is not None:
+        _check_by_design(outcome, spec, profile)
         return outcome
     kernels = _kernels(spec, profile)
     native = {call.name: _seeded(call, enter, _operator(spec)) for call, enter, _ in _calls(spec, profile)}
@@ -60,6 +64,28 @@ def run(spec: OperatorSpec, profile: Profile) -> Outcome:
     return outcome
 
 
+def _check_by_design(outcome: Outcome, spec: OperatorSpec, profile: Profile) -> None:
+    """It is refused, with nothing changed; and called directly it does what PyTorch's own does."""
+    kernels = _kernels(spec, profile)
+    for platform in (None, profile.platform):
+        try:
+            registration = spec.register_a1(profile.dispatch_key, platform=platform)
+        except NotRegistrableError as error:
+            outcome.check("the reason isn't told", str(spec.by_design) in str(error))
+        else:
+            registration.close()
+            outcome.check("it was registered", False)
+    outcome.check("another kernel than before stands there", _kernels(spec, profile) == kernels)
+    arguments, serving = Arguments(spec.overload), Serving(spec, profile.found)
+    taken = sum(serving.refusal(case.values(profile.device)) is None for case in cases(spec, seeds=1))
+    native = {call.name: _seeded(call, enter, _operator(spec)) for call, enter, _ in _calls(spec, profile)}
+    for call, enter, _ in _calls(spec, profile):
+        ours = _seeded(call, enter, lambda values: arguments.call(spec.aten, values))
+        outcome.check(call.name, "; ".join(differences(spec, ours, native[call.name])) or None)
+    outcome.check("the kernel takes none of the cases", taken > 0)
+    outcome.facts = {"kernel": taken, "level": serving.level, "registered": "never, by design"}
+
+
 Enter = Callable[[], AbstractContextManager[Any]]
 
 
@@ -86,7 +112,7 @@ def _calls(spec: OperatorSpec, profile: Profile) -> Iterator[tuple[Call, Enter, 
 def _operator(spec: OperatorSpec) -> Callable[[list[Any]], Any]:
     """The operator through PyTorch's dispatcher, as a function of its arguments in the schema's order."""
     arguments = Arguments(spec.overload)
-    return lambda values: arguments.call(spec.overload, values)
+    return lambda values: arguments.call(spec.native, values)
 
 
 def _seeded(call: Call, enter: Enter, function: Callable[[list[Any]], Any]) -> Seen:
@@ -121,8 +147,9 @@ def _kernels(spec: OperatorSpec, profile: Profile) -> list[str]:
 
 def _check_finite_differences(outcome: Outcome, spec: OperatorSpec, profile: Profile) -> None:
     """The gradient, and that of the gradient, of the cases that are marked for it; by the kernel, not natively."""
+    serving = Serving(spec, profile.found)
     for case in cases(spec, seeds=1):
-        if case.gradient:
+        if case.gradient and serving.refusal(case.values(profile.device)) is None:
             with spec.register_a1(platform=profile.platform) as registration:
                 outcome.check(f"{case.name}: gradient", _gradient_problem(case, profile.device, spec))
             outcome.check(f"{case.name}: the kernel served no gradient", registration.counts.kernel > 0)
