@@ -133,9 +133,12 @@ def test_another_schema_than_the_kernels_were_written_for(clone: OperatorSpec) -
         missing.register_a1(platform="cpu")
 
 
+ATTENTION = "scaled_dot_product_attention"
+
+
 def test_the_catalog() -> None:
     ten = "clone contiguous copy_ type_as dropout empty_like empty_strided item _local_scalar_dense detach"
-    assert {*ten.split(), "empty", "detach_", "result_type"} <= set(catalog.names())
+    assert {*ten.split(), "empty", "detach_", "result_type", "embedding", ATTENTION} <= set(catalog.names())
     with pytest.raises(RegistrationError, match="known: .*clone, .*did you mean 'clone'") as refused:
         catalog.operator("clones")
     assert refused.value.code == "unknown-operator"

@@ -26,7 +26,8 @@ def test_the_kernel(spec: OperatorSpec, chip: Profile) -> None:
     assert outcome.problems == []
     assert outcome.state == "passed"
     ran = {level for level, found in outcome.facts.items() if found.endswith("cases")}
-    assert ran == {level for level in spec.kernels if level == "torch" or INTERPRETED}
+    parts = [(each, "" if each is spec else f" of {each.name}") for each in (spec, spec.companion) if each is not None]
+    assert ran == {f"{level}{of}" for each, of in parts for level in each.kernels if level == "torch" or INTERPRETED}
 
 
 def test_the_operator(spec: OperatorSpec, chip: Profile) -> None:

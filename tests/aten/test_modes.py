@@ -26,9 +26,11 @@ USES = {
     "copy_": "torch.zeros(3, 4).copy_(x)",
     "detach": "x.detach()",
     "dropout": "torch.nn.functional.dropout(x, 0.5)",
+    "embedding": "torch.nn.functional.embedding(torch.tensor([2, 0]), x)",
     "empty_like": "torch.empty_like(x)",
     "empty_strided": "torch.empty_strided((3, 4), (1, 3))",
     "item": "x.sum().item()",
+    "scaled_dot_product_attention": "torch.nn.functional.scaled_dot_product_attention(*[x[None, None]] * 3)",
     "type_as": "x.type_as(torch.ones(1, dtype=torch.bfloat16))",
 }
 BY_DESIGN = ("detach_", "empty", "result_type")
@@ -38,10 +40,12 @@ ARGUMENTS = {
     "copy_": "torch.zeros(3, 4), x",
     "detach_": "x.clone()",
     "dropout": "x, 0.5, True",
+    "embedding": "x, torch.tensor([2, 0])",
     "empty": "(3, 4)",
     "empty_strided": "(3, 4), (1, 3)",
     "item": "x[1, 2]",
     "result_type": "x, x.bool()",
+    "scaled_dot_product_attention": "*[x[None, None]] * 3",
     "type_as": "x, x.double()",
 }
 """Of a call of ``<operator>_aten``; ``x`` where nothing else is given."""
@@ -49,8 +53,10 @@ RESULTS = {
     "_local_scalar_dense": "6.0",
     "contiguous": "(4, 3) False",
     "detach": "(3, 4) True",
+    "embedding": "(2, 4) False",
     "item": "6.0",
     "result_type": "torch.float32",
+    "scaled_dot_product_attention": "(1, 1, 3, 4) False",
 }
 """What it gives: a number, or a shape and whether it has the memory of ``x``; else a new tensor of that shape."""
 IMPORTS = {
@@ -80,7 +86,7 @@ result = {use}
 registration.close()
 assert counter["n"] > 0 and registration.counts.kernel > 0, (counter, registration.counts)
 """
-KERNEL = "print(sorted(n for n in sys.modules if n.endswith('kernel.torch_level')))"
+KERNEL = "print(sorted(n for n in sys.modules if n.endswith('kernel.torch_level') and 'backward' not in n))"
 
 
 def run(code: str, *path: Path, **variables: str) -> str:

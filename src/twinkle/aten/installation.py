@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from twinkle.aten import catalog
+from twinkle.aten.errors import RegistrationError
 from twinkle.aten.keys import DEFAULT_KEY
-from twinkle.aten.registration import Registration
+from twinkle.aten.profiles import Profile
+from twinkle.aten.registration import Registration, register
+from twinkle.reasons import Reason, did_you_mean
 
 
 class Installation:
@@ -35,15 +38,22 @@ class Installation:
         return f"<Installation of {', '.join(self.registrations) or 'nothing'}>"
 
 
-def install(operators: Sequence[str] | str = "all", *, platform: str) -> Installation:
+def install(
+    operators: Sequence[str] | str = "all", *, platform: str | Profile, modes: Mapping[str, str] | None = None
+) -> Installation:
     """Registers operators on a platform: all or nothing.
 
     Args:
         operators: names, or ``"all"``: those that can be registered and do no harm in the process meanwhile.
-        platform: a platform's name or alias.
+        platform: a platform's name or alias, or a device profile.
+        modes: who serves the calls of an operator. ``"auto"``: its kernel, but PyTorch's own where that is faster, as
+            the operator's routes say. ``"triton"``: its Triton kernel for every call that it can take. ``"native"``:
+            PyTorch's own, and the calls are counted. Operators that aren't named have what the profile says, else
+            ``"auto"``.
 
     Raises:
-        RegistrationError: one of them can't be registered; those before it were taken back.
+        RegistrationError: an unknown mode, a mode for an operator that isn't installed, or one of them can't be
+            registered; those before it were taken back.
         NotRegistrableError: one of them isn't registered by design; likewise.
     """
     if operators == "all":
@@ -51,10 +61,21 @@ def install(operators: Sequence[str] | str = "all", *, platform: str) -> Install
         specs = [spec for spec in every if spec.by_design is spec.caution is None]
     else:
         specs = [catalog.operator(name) for name in ([operators] if isinstance(operators, str) else operators)]
+    chosen = dict(modes or {})
+    if isinstance(platform, Profile):
+        name, key = platform.platform, platform.dispatch_key
+        chosen = {**platform.modes, **chosen}
+    else:
+        name, key = platform, DEFAULT_KEY
+    installed = [spec.name for spec in specs]
+    for unused in set(modes or ()) - set(installed):
+        text = f"has a mode but isn't installed; installed: {', '.join(installed)}{did_you_mean(unused, installed)}"
+        raise RegistrationError(unused, Reason("unknown-operator", text))
     done = Installation({})
     try:
         for spec in specs:
-            done.registrations[spec.name] = spec.register_a1(DEFAULT_KEY, None, platform)
+            mode = chosen.get(spec.name, "auto")
+            done.registrations[spec.name] = register(spec, key, None, name, mode)
     except BaseException:
         done.close()
         raise

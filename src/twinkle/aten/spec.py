@@ -37,6 +37,9 @@ class Semantics(enum.Flag):
     """It looks at no element, and returns no tensor."""
     DETACHED = enum.auto()
     """It gives its argument's own memory, without its gradient."""
+    ROUNDS = enum.auto()
+    """It rounds in an order of its own: it is judged by how far it is from exact numbers, beside PyTorch's own kernel.
+    Its layout isn't judged, since that of PyTorch's own depends on which of several kernels serves a call."""
 
 
 WITHOUT_GRADIENT = Semantics.ALLOCATES | Semantics.HOST_READ | Semantics.METADATA | Semantics.DETACHED
@@ -97,7 +100,13 @@ class OperatorSpec:
             which is made of other ATen operators.
         conditions: which calls the kernels take; all others are native's. Checked in this order.
         gradient: the derivative, needed where a kernel is installed at an autograd key; None where the result has none
-            (:data:`WITHOUT_GRADIENT`) and where every kernel has its own.
+            (:data:`WITHOUT_GRADIENT`), where every kernel has its own, and with ``pullback``.
+        pullback: path of ``pullback(grad, *arguments)``, for a derivative that needs the arguments: the gradients of
+            the leading ones. Autograd keeps them meanwhile, and raises where one was written.
+        derivative: path of the spec of another operator, in a folder of this one's: what PyTorch's own derivative of
+            this operator calls. Both are registered and taken back together.
+        routing: beyond these the kernel could take a call, but PyTorch's own is faster. They are looked at last, and
+            only in the mode ``"auto"``.
         differentiable: positions of the arguments that may have a gradient; all tensors when left out.
         reference: the CPU reference, ``"reference:clone_reference"``: the operator's signature, and its maths in the
             plainest form.
@@ -117,6 +126,9 @@ class OperatorSpec:
     conditions: tuple[Condition, ...]
     reference: str
     gradient: Gradient | None = None
+    pullback: str | None = None
+    derivative: str | None = None
+    routing: tuple[Condition, ...] = ()
     differentiable: tuple[int, ...] | None = None
     judge: str | None = None
     by_design: str | None = None
@@ -124,7 +136,7 @@ class OperatorSpec:
     model: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.gradient is None and not self.semantics & WITHOUT_GRADIENT:
+        if self.gradient is None and self.pullback is None and not self.semantics & WITHOUT_GRADIENT:
             lacking = [level for level, kernel in self.kernels.items() if kernel.with_pullback is None]
             assert not lacking, f"{self.name} has no gradient for {', '.join(lacking)}"
 
@@ -154,6 +166,11 @@ class OperatorSpec:
             raise RegistrationError(self.name, Reason("schema", text, f"written for {self.schema}"))
         assert overload is not None
         return overload
+
+    @functools.cached_property
+    def companion(self) -> OperatorSpec | None:
+        """The operator that ``derivative`` names."""
+        return None if self.derivative is None else self.home.load(self.derivative)
 
     @property
     def native(self) -> Callable[..., Any]:

@@ -9,9 +9,10 @@
           self: {shape: [4097, 7], strides: [1, 4097], offset: 3}
 
 A mapping with ``shape`` is a tensor: ``strides`` (contiguous when left out) and ``offset`` in elements, ``dtype`` (the
-case's when left out), ``values`` (``normal``, ``zeros``, ``large``, ``special``, ``edges`` or ``poison``). Anything
-else is the argument itself; a name of ``torch`` may stand for a memory format, a dtype or a layout, ``"{dtype}"`` for
-the case's. Arguments that are left out have their defaults, a ``device`` is the one that is asked for.
+case's when left out), ``values`` (``normal``, ``few`` integers, ``zeros``, ``large``, ``special``, ``edges`` or
+``poison``). Anything else is the argument itself; a name of ``torch`` may stand for a memory format, a dtype or a
+layout, ``"{dtype}"`` for the case's. Arguments that are left out have their defaults, a ``device`` is the one that is
+asked for.
 """
 
 from __future__ import annotations
@@ -122,6 +123,10 @@ def _normal(size: int, dtype: torch.dtype, generator: torch.Generator) -> torch.
     return torch.randint(0, 2 if dtype is torch.bool else 100, (size,), generator=generator).to(dtype)
 
 
+def _few(size: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(0, 4, (size,), generator=generator).to(dtype)
+
+
 def _zeros(size: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     return torch.zeros(size, dtype=dtype)
 
@@ -150,4 +155,12 @@ def _poison(size: int, dtype: torch.dtype, generator: torch.Generator) -> torch.
     return torch.full((size * torch.empty(0, dtype=dtype).element_size(),), pattern, dtype=torch.uint8).view(dtype)
 
 
-_FILLS = {"normal": _normal, "zeros": _zeros, "large": _large, "special": _special, "edges": _edges, "poison": _poison}
+_FILLS = {
+    "normal": _normal,
+    "few": _few,
+    "zeros": _zeros,
+    "large": _large,
+    "special": _special,
+    "edges": _edges,
+    "poison": _poison,
+}

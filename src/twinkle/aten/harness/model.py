@@ -19,7 +19,7 @@ from twinkle.aten.home import spec_beside
 TOKENS = 8
 
 
-def observe_model(device: str, model: dict[str, Any], registrations: list[dict[str, str]]) -> dict[str, Any]:
+def observe_model(device: str, model: dict[str, Any], registrations: list[dict[str, str]], kept: str) -> dict[str, Any]:
     """A tiny model, built first: forward, backward, then greedy decoding.
 
     Args:
@@ -27,6 +27,7 @@ def observe_model(device: str, model: dict[str, Any], registrations: list[dict[s
         model: ``preset`` (a Qwen3 when left out), ``dtype``, and what its configuration has beyond the preset's.
         registrations: the operators to register: ``package`` (empty in script mode), ``folder``, ``dispatch_key`` and
             ``platform`` of each.
+        kept: the file that the loss and the gradients themselves are written to.
 
     Returns:
         ``loss`` and every parameter's ``gradients`` as digests of their bits, ``tokens``; and by operator: ``keys``,
@@ -53,11 +54,13 @@ def observe_model(device: str, model: dict[str, Any], registrations: list[dict[s
         loss.backward()
         built.eval()
         tokens = built.generate(batch["input_ids"], max_new_tokens=TOKENS, do_sample=False)
+    gradients = {name: p.grad.cpu() for name, p in built.named_parameters() if p.grad is not None}
+    torch.save({"loss": loss.detach().cpu(), **gradients}, kept)
     return {
         "device": str(next(built.parameters()).device),
         "loss": _digest(loss),
         "finite": bool(torch.isfinite(loss)),
-        "gradients": {name: _digest(p.grad) for name, p in built.named_parameters() if p.grad is not None},
+        "gradients": {name: _digest(grad) for name, grad in gradients.items()},
         "tokens": tokens[:, -TOKENS:].tolist(),
         "operators": {
             name: {
