@@ -170,3 +170,15 @@ def test_a_wrong_gradient_is_noticed(chip: Profile) -> None:
     outcome = op_level.run(wrong, chip)
     assert any("gradient: wrong" in problem for problem in outcome.problems)
     assert any("Jacobian mismatch" in problem for problem in outcome.problems)
+
+
+def test_a_platform_can_have_a_kernel_of_its_own(chip: Profile, clone: OperatorSpec) -> None:
+    """It comes before all others there, and isn't run elsewhere."""
+    kernels = {**clone.kernels, chip.platform: clone.kernels["torch"], "kunlunxin": clone.kernels["torch"]}
+    own = dataclasses.replace(clone, kernels=kernels)
+    outcome = kernel_level.run(own, chip)
+    assert outcome.state == "passed" and outcome.facts[chip.platform].endswith("cases")
+    assert outcome.facts["kunlunxin"] == f"not run: it is kunlunxin's kernel, and this is {chip.platform}"
+    with own.register_a1(platform=chip.platform) as registration:
+        torch.ones(3, device=DEVICE).clone()
+    assert registration.level == chip.platform and registration.counts.kernel == 1

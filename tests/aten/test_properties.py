@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tests.aten.conftest import DEVICE, INTERPRETED
 from tests.aten.layouts import DTYPES, Layout, filled, layouts
 from twinkle.aten import Profile, catalog
+from twinkle.aten.arguments import Arguments
 from twinkle.aten.harness.observe import Call, differences
 from twinkle.aten.registration import active
 from twinkle.aten.spec import OperatorSpec, Semantics
@@ -156,6 +157,23 @@ CONTEXTS: dict[str, Callable[[], Any]] = {
 }
 
 
+def arguments_of(spec: OperatorSpec) -> st.SearchStrategy[list[Any]]:
+    """Those that are listed; else tensors of one shape, and the defaults."""
+    if spec.name in ARGUMENTS:
+        return ARGUMENTS[spec.name]
+
+    @st.composite
+    def drawn(draw: Any) -> list[Any]:
+        first = draw(tensors())
+        made = Arguments(spec.overload).bind((), {})
+        for place, argument in enumerate(spec.overload._schema.arguments):
+            if str(argument.type) == "Tensor":
+                made[place] = draw(tensors(first.layout[0])) if place else first
+        return made
+
+    return drawn()
+
+
 def call_of(spec: OperatorSpec, drawn: list[Any], differentiate: bool) -> Call:
     values = [value.make() if isinstance(value, Tensor) else value for value in drawn]
     return Call.of("drawn", values, spec, differentiate=differentiate)
@@ -164,7 +182,7 @@ def call_of(spec: OperatorSpec, drawn: list[Any], differentiate: bool) -> Call:
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_call(spec: OperatorSpec, chip: Profile, data: st.DataObject) -> None:
-    drawn = data.draw(ARGUMENTS[spec.name])
+    drawn = data.draw(arguments_of(spec))
     context = data.draw(st.sampled_from(sorted(CONTEXTS)))
     differentiate = context == "gradients" and Semantics.ALLOCATES not in spec.semantics
 
@@ -199,8 +217,8 @@ def call_operator(spec: OperatorSpec, function: Callable[..., Any], values: list
     return function(*values[:leading], **by_name)
 
 
-def test_every_operator_has_its_arguments() -> None:
-    assert sorted(ARGUMENTS) == catalog.names()
+def test_no_arguments_are_listed_in_vain() -> None:
+    assert set(ARGUMENTS) <= set(catalog.names()) and len(ARGUMENTS) >= 15
 
 
 INDICES = torch.tensor([0, 3, 1], device=DEVICE)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from twinkle.aten.spec import Condition
-from twinkle.aten.strided import CASTS
+from twinkle.aten.strided import CASTS, is_dense
 
 Call = Callable[[torch.Tensor], tuple[Any, ...]]
 """Makes all arguments of a call from one tensor."""
@@ -61,6 +61,29 @@ def tensor(index: int, name: str, call: Call, *, without: Sequence[str] = ()) ->
         Condition("empty", f"{name} has elements", some, lambda d: call(on(d, 3, 0))),
     )
     return tuple(condition for condition in conditions if condition.code not in without)
+
+
+def dense(index: int, name: str, call: Call) -> Condition:
+    """That a tensor's elements fill a stretch of memory, so that a kernel may take them in the order of memory."""
+    return Condition(
+        "dense",
+        f"the elements of {name} lie side by side, in any order",
+        lambda *values: is_dense(values[index].shape, values[index].stride()),
+        lambda device: call(torch.ones(6, device=device)[::2]),
+    )
+
+
+FLOATING = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+
+
+def floating(index: int, call: Call) -> Condition:
+    """That a tensor argument, by its position in the schema, holds real numbers of a usual dtype."""
+    return Condition(
+        "dtype",
+        f"the dtype is one of {', '.join(sorted(map(_name, FLOATING)))}",
+        lambda *values: values[index].dtype in FLOATING,
+        lambda device: call(torch.ones(3, 4, dtype=torch.complex64, device=device)),
+    )
 
 
 def another_device(device: torch.device) -> torch.device:

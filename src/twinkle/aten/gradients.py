@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,3 +31,43 @@ def conversion(kernel: Callable[[list[Any]], torch.Tensor], values: list[Any]) -
         return real.to(dtype), None
 
     return kernel(values), pullback
+
+
+def decomposition(overload: torch._ops.OpOverload) -> Callable[..., Any]:
+    """An operator as PyTorch itself makes it of others: a kernel to begin with.
+
+    Where PyTorch has none it is the operator itself, whose calls are then counted as ``delegated``.
+    """
+    from torch._decomp import decomposition_table
+
+    return decomposition_table.get(overload, overload)
+
+
+def by_autograd(
+    function: Callable[..., torch.Tensor], grad: torch.Tensor, arguments: Sequence[Any]
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of a function made of differentiable operators, by computing it once more.
+
+    Args:
+        grad: that of the result.
+        arguments: the function's, in the order of its signature.
+
+    Returns:
+        One for each argument; None where there is none.
+    """
+    wanted = [i for i, value in enumerate(arguments) if isinstance(value, torch.Tensor) and value.requires_grad]
+    again = torch.is_grad_enabled()  # the gradient's own gradient is wanted
+    with torch.enable_grad():
+        inputs = [arguments[i] if again else arguments[i].detach().requires_grad_() for i in wanted]
+        given = list(arguments)
+        for i, value in zip(wanted, inputs, strict=True):
+            given[i] = value
+        by_name = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        leading = len(given) - len(by_name)
+        named = {p.name: value for p, value in zip(by_name, given[leading:], strict=True)}
+        result = function(*given[:leading], **named)
+        found = torch.autograd.grad(result, inputs, grad, create_graph=again, allow_unused=True)
+    grads: list[torch.Tensor | None] = [None] * len(arguments)
+    for i, value in zip(wanted, found, strict=True):
+        grads[i] = value
+    return tuple(grads)

@@ -33,18 +33,28 @@ def triton_missing(platform: Platform) -> Reason | None:
     return None
 
 
+def level_missing(level: str, platform: Platform) -> Reason | None:
+    """None where a kernel of that level runs on a platform: see ``OperatorSpec.kernels``."""
+    if level == "triton":
+        return triton_missing(platform)
+    if level in ("torch", platform.name):
+        return None
+    return Reason("other-platform", f"it is {level}'s kernel, and this is {platform.name}")
+
+
 class Serving:
     """The kernel that serves an operator on a platform.
 
     Attributes:
-        level: ``"triton"`` or ``"torch"``.
+        level: ``"triton"``, ``"torch"``, or the platform's name where it has a kernel of its own.
         is_detached: autograd has to tie the result to its argument, which Python code can't.
     """
 
     def __init__(
         self, spec: OperatorSpec, platform: Platform, level: str | None = None, *, routed: bool = True
     ) -> None:
-        self.level = level or ("triton" if "triton" in spec.kernels and triton_missing(platform) is None else "torch")
+        levels = (each for each in (platform.name, "triton") if each in spec.kernels)
+        self.level = level or next((each for each in levels if level_missing(each, platform) is None), "torch")
         kernel = spec.kernels[self.level]
         self.arguments = Arguments(spec.overload)
         conditions = (*spec.conditions, *kernel.conditions, *(spec.routing if routed else ()))

@@ -96,8 +96,8 @@ class OperatorSpec:
         schema: as PyTorch prints it, without ``aten::``; compared with the running PyTorch's at registration.
         home: ``Home.of(__name__, __file__)``.
         semantics: see :class:`Semantics`.
-        kernels: ``"triton"`` and ``"torch"``. Where Triton runs, the former is the operator's kernel, else the latter,
-            which is made of other ATen operators.
+        kernels: by level. ``"torch"`` is made of other ATen operators, and is the operator's kernel where there is no
+            other: ``"triton"`` where Triton runs, and before that the one under a platform's name on that platform.
         conditions: which calls the kernels take; all others are native's. Checked in this order.
         gradient: the derivative, needed where a kernel is installed at an autograd key; None where the result has none
             (:data:`WITHOUT_GRADIENT`), where every kernel has its own, and with ``pullback``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -57,7 +58,8 @@ def _check(outcome: Outcome, spec: OperatorSpec, profile: Profile) -> dict[str, 
         outcome.check(f"{call.name}: served by {by}, should be one of {expected}", by in expected)
     outcome.check("no call reached the kernel", registration.counts.kernel > 0)
     _check_finite_differences(outcome, spec, profile)
-    _operator(spec)(next(cases(spec)).values(profile.device))
+    with contextlib.suppress(Exception):  # that is noted above
+        _operator(spec)(next(cases(spec)).values(profile.device))
     outcome.check("a call was counted after close()", counter["n"] == reached)
     outcome.check("another kernel than before stands there after close()", _kernels(spec, profile) == kernels)
     if registration.derivative is not None:
