@@ -11,8 +11,8 @@ SPEC = OperatorSpec(
     conditions=tensor(0, "self", lambda t: (t,), without=("empty",)),
     reference="reference:detach_reference",
     caution=(
-        'until it is closed, making a torch.nn.Parameter fails ("raw Tensor object is already associated to a python'
-        ' object"), and so does building or moving a module: build models first'
+        "until it is closed, no torch.nn.Parameter can be made, so no module be built, copied or moved: build models"
+        " first"
     ),
 )
 detach_aten = SPEC.aten

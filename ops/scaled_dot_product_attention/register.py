@@ -124,6 +124,7 @@ SPEC = OperatorSpec(
         ),
     ),
     pullback="kernel.torch_level:scaled_dot_product_attention_pullback",
+    model={"attn_implementation": "sdpa"},
     reference="reference:scaled_dot_product_attention_reference",
 )
 scaled_dot_product_attention_aten = SPEC.aten

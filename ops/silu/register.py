@@ -17,6 +17,7 @@ SPEC = OperatorSpec(
     ),
     pullback="kernel.torch_level:silu_pullback",
     reference="reference:silu_reference",
+    model={"preset": "qwen3"},
 )
 silu_aten = SPEC.aten
 register_a1 = SPEC.register_a1

@@ -53,6 +53,15 @@ def test_a_model(random: bool, chip: Profile, environment: dict[str, str], monke
     assert all(outcome.facts[spec.name]["kernel"] > 0 for spec in specs)
 
 
+def test_operators_are_grouped_by_what_a_model_must_be() -> None:
+    specs = [catalog.operator(name) for name in catalog.names()]
+    found = framework_level.groups([spec for spec in specs if spec.by_design is None])
+    homes = {spec.name: i for i, (_, members) in enumerate(found) for spec in members}
+    assert len(found) == 2 and homes["dropout"] != homes["scaled_dot_product_attention"] == homes["silu"]
+    for model, members in found:
+        assert all(spec.model.items() <= model.items() for spec in members)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_absent_device_is_not_run(level: str, clone: OperatorSpec) -> None:
     outcome = LEVELS[level](clone, profile("p800-kunlunxin"))

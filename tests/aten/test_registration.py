@@ -6,6 +6,7 @@ import gc
 import logging
 import threading
 import weakref
+from copy import deepcopy
 
 import pytest
 import torch
@@ -237,14 +238,20 @@ def test_detach_says_what_it_does_to_modules(chip: Profile, caplog: pytest.LogCa
     model = torch.nn.Linear(3, 2).to(DEVICE)
     with caplog.at_level(logging.WARNING, "twinkle.aten"):
         registration = catalog.operator("detach").register_a1(platform=chip.platform)
-    assert "detach is registered: until it is closed, making a torch.nn.Parameter fails" in caplog.text
+    assert "detach is registered: until it is closed, no torch.nn.Parameter can be made" in caplog.text
     with registration:
         x = torch.ones(3, device=DEVICE)
         assert model(x).detach().requires_grad is False
-        with pytest.raises(RuntimeError, match="already associated to a python object"):
-            torch.nn.Parameter(x)
-        assert registration.counts.kernel > 0
-    torch.nn.Parameter(x)
+        for make in (
+            lambda: torch.nn.Parameter(x),
+            lambda: torch.nn.Linear(2, 2, device=DEVICE),
+            lambda: deepcopy(model),
+        ):
+            with pytest.raises(RuntimeError, match="detach is registered with twinkle.aten.*close.. the registration"):
+                make()
+        assert registration.counts.kernel > 0 and registration.counts.errors == 3
+        assert x.detach().data_ptr() == x.data_ptr()
+    torch.nn.Parameter(x), torch.nn.Linear(2, 2, device=DEVICE), deepcopy(model)
 
 
 def test_install_is_all_or_nothing(clone: OperatorSpec, chip: Profile) -> None:

@@ -14,7 +14,7 @@ def gather_rows(to, weight, indices, rows, width, row_stride, column_stride, tot
         place = turn // parts
         row = tl.load(indices + place).to(tl.int64)
         tl.device_assert((row >= 0) & (row < rows), "index out of range in self")
-        column = (turn % parts) * BLOCK + tl.arange(0, BLOCK)
+        column = (turn % parts) * BLOCK + tl.arange(0, BLOCK)  # 64 bits wide, as a turn is
         inside = column < width
         value = tl.load(weight + row * row_stride + column * column_stride, mask=inside)
         tl.store(to + place * width + column, value, mask=inside)

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,30 @@ def run(spec: OperatorSpec, profile: Profile) -> Outcome:
     return outcome
 
 
-def compare(outcome: Outcome, specs: list[OperatorSpec], profile: Profile) -> None:
-    """Makes the checks of several operators at once, in a model that calls them all; each must be reached by name."""
+def groups(specs: Sequence[OperatorSpec]) -> list[tuple[dict[str, Any], list[OperatorSpec]]]:
+    """Models, as few as do, and the operators that each of them calls: settings that exclude each other are two."""
+    found: list[tuple[dict[str, Any], list[OperatorSpec]]] = []
+    for spec in sorted(specs, key=lambda spec: len(spec.model)):
+        for model, members in found:
+            if all(model.get(setting, value) == value for setting, value in spec.model.items()):
+                model.update(spec.model)
+                members.append(spec)
+                break
+        else:
+            found.append((dict(spec.model), [spec]))
+    return found
+
+
+def compare(outcome: Outcome, specs: Sequence[OperatorSpec], profile: Profile) -> None:
+    """Makes the checks of several operators at once, in models that call them; each must be reached by name."""
+    outcome.facts = {"engine": "transformers"}
+    for model, members in groups(specs):
+        _compare(outcome, members, profile, model)
+
+
+def _compare(outcome: Outcome, specs: list[OperatorSpec], profile: Profile, model: dict[str, Any]) -> None:
     random = any(Semantics.RANDOM in spec.semantics for spec in specs)
     rounds = any(Semantics.ROUNDS in each.semantics for spec in specs for each in (spec, spec.companion) if each)
-    model: dict[str, Any] = {}
-    for spec in specs:
-        model |= spec.model
     ours, our_numbers = observe(specs, profile, model)
     other, other_numbers = observe(specs if random else [], profile, model)
     if rounds and not random:
@@ -58,7 +76,7 @@ def compare(outcome: Outcome, specs: list[OperatorSpec], profile: Profile) -> No
     outcome.check("the loss is not finite", ours["finite"])
     for name, found in ours["operators"].items():
         outcome.check(f"{name}: the model never reached its kernel", found["kernel"] > 0)
-    outcome.facts = {"engine": "transformers", "device": ours["device"], **ours["operators"]}
+    outcome.facts |= {"device": ours["device"], **ours["operators"]}
 
 
 Observed = tuple[dict[str, Any], dict[str, torch.Tensor]]
