@@ -52,6 +52,7 @@ SPEC = OperatorSpec(
     ),
     reference="reference:dropout_reference",
     judge="reference:judge",
+    model={"attention_dropout": 0.1, "attn_implementation": "eager"},
 )
 dropout_aten = SPEC.aten
 register_a1 = SPEC.register_a1

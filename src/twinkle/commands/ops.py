@@ -27,7 +27,8 @@ def operator_facts() -> dict[str, Any]:
 
     Returns:
         ``platforms``: name -> why it isn't here, or None. ``operators``: name -> ``schema``, ``error`` (why it can't be
-        had, or None) and ``platforms``: name -> ``keys`` and ``level``, the latter None where the platform isn't here.
+        had, or None), ``by_design`` (why it is never registered, or None) and ``platforms``: name -> ``keys`` and
+        ``level``, the latter None where the platform isn't here.
     """
     from twinkle.aten import RegistrationError, catalog
     from twinkle.aten.keys import effective_keys
@@ -41,11 +42,12 @@ def operator_facts() -> dict[str, Any]:
             spec = catalog.operator(name)
             overload = spec.overload
         except RegistrationError as error:
-            operators[name] = {"schema": None, "error": str(error), "platforms": {}}
+            operators[name] = {"schema": None, "error": str(error), "by_design": None, "platforms": {}}
             continue
         operators[name] = {
             "schema": spec.schema,
             "error": None,
+            "by_design": spec.by_design,
             "platforms": {
                 platform.name: {
                     "keys": list(effective_keys(overload, platform)),
@@ -65,7 +67,8 @@ def _list_blocks(facts: dict[str, Any], width: int) -> Iterator[Block]:
     yield Block(paragraph("what the kernel is written in, and the dispatch keys it is installed at", width), "dim")
     broken = [found["error"] for found in facts["operators"].values() if found["error"]]
     absent = [f"{name}: {reason}" for name, reason in facts["platforms"].items() if reason is not None]
-    for heading, lines in (("Not usable", broken), ("Not here", absent)):
+    never = [f"{name}: {found['by_design']}" for name, found in facts["operators"].items() if found["by_design"]]
+    for heading, lines in (("Not usable", broken), ("Never registered, by design", never), ("Not here", absent)):
         if lines:
             yield EMPTY_LINE
             yield Block([heading], "bold")
@@ -76,6 +79,8 @@ def _cell(found: dict[str, Any], platform: str) -> str:
     if found["error"]:
         return "-"
     on = found["platforms"][platform]
+    if found["by_design"]:
+        return f"{on['level']}, never registered"
     return f"{on['level']} at {', '.join(on['keys'])}"
 
 
