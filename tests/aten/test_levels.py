@@ -45,7 +45,8 @@ def test_a_model(random: bool, chip: Profile, environment: dict[str, str], monke
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # a model has too many elements for the interpreter
     specs = [catalog.operator(name) for name in catalog.names()]
     specs = [spec for spec in specs if spec.by_design is None]
-    specs = [spec for spec in specs if random or Semantics.RANDOM not in spec.semantics]
+    # A model with dropout in its attention doesn't call PyTorch's.
+    specs = [spec for spec in specs if (Semantics.ROUNDS if random else Semantics.RANDOM) not in spec.semantics]
     outcome = started(specs[0], "framework", chip)
     framework_level.compare(outcome, specs, chip)
     assert outcome.problems == [] and outcome.state == "passed"

@@ -42,6 +42,6 @@ CALLS: dict[str, dict[str, int | None]] = {
     "type_as": {"eager": 1, "aot_eager": 0, "inductor": 0},
 }
 """Of a compiled call of an operator's use, how many reach the kernel; None where compiling fails, as it does, with fake
-tensors that are new to PyTorch, while ``detach`` is registered. The code of the backend ``eager`` calls what the program
+tensors that are new to PyTorch, while ``detach`` is registered. Code of the backend ``eager`` calls what the program
 calls; AOTAutograd takes composite operators apart, and copies to where it can't write in place; inductor writes code of
 its own. What is read on the host is read between two graphs. The documentation has this table."""
