@@ -142,7 +142,7 @@ test: test-interpreter
 
 lint: $(TEST_STAMP)
 	@$(PY) -m ruff check .
-	@$(PY) -m ruff format --check src ops tests benchmarks
+	@$(PY) -m ruff format --check src ops script tests benchmarks
 
 types: $(TEST_STAMP)
 	@$(PY) -m mypy

@@ -356,7 +356,9 @@ def ops_run(
         list[str] | None, typer.Argument(metavar="[OPERATOR]...", help="Default: all of them.", show_default=False)
     ] = None,
     level: Annotated[str, typer.Option("--level", help="kernel, op, framework or all.")] = "all",
-    device: Annotated[str, typer.Option("--device", metavar="PROFILE", help="A device profile or its alias.")] = "cpu",
+    device: Annotated[
+        str, typer.Option("--device", metavar="PROFILE", help="A device profile, its alias or its file.")
+    ] = "cpu",
     report: Annotated[
         bool, typer.Option("--report", help="Also write the operators' reports/PROFILE.json and REPORT.md.")
     ] = False,

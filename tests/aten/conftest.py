@@ -1,9 +1,12 @@
-"""These tests run on one device per process: the CPU, or the simulated out-of-tree device under either of its names.
+"""These tests run on one device per process: the CPU, the simulated out-of-tree device under either of its names, or a
+real one by the name of its profile.
 
     TWINKLE_TEST_DEVICE=npu TRITON_INTERPRET=1 python -m pytest tests/aten
+    TWINKLE_TEST_DEVICE=cuda python -m pytest tests/aten
 
-The device would be the accelerator of every other test in its process, so ``make test-aten`` gives it processes of its
-own. With TRITON_INTERPRET the operators' Triton kernels run, interpreted; without, those made of ATen operators.
+The simulated device would be the accelerator of every other test in its process, so ``make test-aten`` gives it
+processes of its own. With TRITON_INTERPRET, or where Triton has a backend, the operators' Triton kernels run; else
+those made of ATen operators.
 """
 
 from __future__ import annotations
@@ -18,13 +21,18 @@ import torch
 from tests import simulated_device
 from twinkle.aten import Profile, catalog, profile
 from twinkle.aten.registration import active
+from twinkle.aten.serving import triton_missing
 from twinkle.aten.spec import OperatorSpec
 
-DEVICE = os.environ.get("TWINKLE_TEST_DEVICE", "cpu")
+PROFILE = os.environ.get("TWINKLE_TEST_DEVICE", "cpu")
+DEVICE = profile(PROFILE).device.removesuffix(":0")
+SIMULATED = PROFILE in simulated_device.PLUGINS
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+TRITON = INTERPRETED or not (SIMULATED or DEVICE == "cpu" or triton_missing(profile(PROFILE).found))
+"""Whether it is the operators' Triton kernels that run."""
 ROOT = Path(__file__).parents[2]
 
-if DEVICE != "cpu":
+if SIMULATED:
     simulated_device.load(DEVICE)
 if INTERPRETED:
     from tests.support.triton_interpreter import install
@@ -60,7 +68,7 @@ def as_found() -> Iterator[None]:
 @pytest.fixture
 def chip() -> Profile:
     """The profile of the device that this process tests."""
-    return profile(DEVICE)
+    return profile(PROFILE)
 
 
 @pytest.fixture
@@ -72,6 +80,6 @@ def clone() -> OperatorSpec:
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
     """The environment for a further process that has the same device."""
-    path = [str(simulated_device.autoload(tmp_path, DEVICE))] if DEVICE != "cpu" else []
+    path = [str(simulated_device.autoload(tmp_path, DEVICE))] if SIMULATED else []
     path += [str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}

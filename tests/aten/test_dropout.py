@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ops.dropout import SPEC
-from tests.aten.conftest import DEVICE, INTERPRETED
+from tests.aten.conftest import DEVICE, SIMULATED, TRITON
 from twinkle.aten import Profile
 
 pytestmark = pytest.mark.usefixtures("registered")
@@ -36,9 +36,10 @@ def test_the_seed_decides() -> None:
 
 def test_the_generators_state_can_be_kept() -> None:
     x = torch.ones(100, device=DEVICE)
-    state = torch.get_rng_state()
+    generator = torch if DEVICE == "cpu" or SIMULATED else torch.get_device_module(DEVICE)
+    state = generator.get_rng_state()
     first = torch.nn.functional.dropout(x)
-    torch.set_rng_state(state)
+    generator.set_rng_state(state)
     assert torch.equal(torch.nn.functional.dropout(x), first)
 
 
@@ -52,7 +53,7 @@ def test_neighbours_are_independent(p: float) -> None:
         assert abs(both - p * p) < 5 * deviation, distance
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="native draws its numbers in another order")
+@pytest.mark.skipif(not TRITON, reason="native draws its numbers in another order")
 def test_a_position_in_memory_decides_not_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     from ops.dropout.kernel import triton_level
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -134,7 +135,7 @@ with register.register_a1(platform="cpu") as script, register_a1(platform="cpu")
     x = torch.arange(12.0).view(3, 4)
     x.t().contiguous(), x.clone()
     print(script.operator, script.counts.kernel, package.operator, package.counts.kernel)
-print(script._traffic.serving._function.__name__, package._traffic.serving._function.__name__)
+print(script._traffic.serving.function.__name__, package._traffic.serving.function.__name__)
 """
     assert run(code, ROOT / "ops" / "clone") == "clone 1 contiguous 1\nclone_torch contiguous_torch\n"
 
@@ -148,19 +149,69 @@ def test_a_foreign_kernel_package_changes_nothing(tmp_path: Path) -> None:
     assert run(f"from register import register_a1\n{execute}", tmp_path, ROOT / "ops" / "clone") == "1\n"
 
 
-def test_a_foreign_ops_package_is_a_clear_error(tmp_path: Path) -> None:
+FOREIGN = {
+    "empty": ("ops/__init__.py", "", "ModuleNotFoundError: No module named 'ops.clone'"),
+    "a module": ("ops.py", "", "ModuleNotFoundError: No module named 'ops.clone'; 'ops' is not a package"),
+    "broken": ("ops/__init__.py", "1 / 0", "ZeroDivisionError: division by zero"),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_foreign_ops_package_is_a_clear_error(kind: str, tmp_path: Path) -> None:
+    file, content, error = FOREIGN[kind]
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(content)
+    code = """
+from twinkle.aten import RegistrationError, catalog, install
+from twinkle.aten.registration import active
+for attempt in (lambda: catalog.operator("clone"), lambda: install(platform="cpu")):
+    try:
+        attempt()
+    except RegistrationError as error:
+        print(error.code, error, active())
+"""
+    lines = run(code, tmp_path).splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        assert line.startswith(f"foreign-ops clone: ops.clone.register can't be had from {tmp_path / file}: {error} (")
+        assert "another package ops may come first on sys.path; `twinkle-kernel info` shows which one" in line
+        assert line.endswith(" []")
+
+
+def test_a_foreign_ops_package_changes_nothing_in_script_mode(tmp_path: Path) -> None:
+    (tmp_path / "ops").mkdir()
+    (tmp_path / "ops" / "__init__.py").write_text("raise SystemExit('foreign')")
+    execute = "import torch\nwith register_a1(platform='cpu') as r: torch.ones(2).clone()\nprint(r.counts.kernel)"
+    assert run(f"from register import register_a1\n{execute}", tmp_path, ROOT / "ops" / "clone") == "1\n"
+
+
+def test_a_foreign_folder_that_is_no_package_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "ops" / "clone").mkdir(parents=True)
+    (tmp_path / "ops" / "clone" / "register.py").write_text("raise SystemExit('foreign')")
+    code = "from twinkle.aten import catalog\nprint(catalog.operator('clone').home.folder)"
+    assert run(code, tmp_path) == f"{ROOT / 'ops' / 'clone'}\n"
+
+
+def test_info_says_which_package_was_found(tmp_path: Path) -> None:
+    code = """
+import json
+from twinkle.commands.info import blocks, gather
+from twinkle.layout import plain
+facts = gather()
+print(json.dumps(facts["operators"]))
+print(plain(blocks(facts, 999)).splitlines()[-1])
+"""
+    found, text = run(code).splitlines()
+    ours = str(ROOT / "ops" / "__init__.py")
+    assert json.loads(found) == [{"name": "ops", "found": ours, "operators": catalog.names(), "error": None}]
+    assert text == f"operators in the package ops, found at {ours}: {', '.join(catalog.names())}"
     (tmp_path / "ops").mkdir()
     (tmp_path / "ops" / "__init__.py").write_text("")
-    code = """
-from twinkle.aten import RegistrationError, catalog
-try:
-    catalog.operator("clone")
-except RegistrationError as error:
-    print(error.code, error)
-"""
-    output = run(code, tmp_path)
-    assert output.startswith(f"foreign-ops clone: ops.clone.register can't be had from {tmp_path}/ops/__init__.py")
-    assert "another package ops may come first on sys.path" in output
+    found, text = run(code, tmp_path).splitlines()
+    foreign = str(tmp_path / "ops" / "__init__.py")
+    (package,) = json.loads(found)
+    assert package["found"] == foreign and f"can't be had from {foreign}" in package["error"]
+    assert text.startswith(f"operators in the package ops, found at {foreign}: clone: ops.clone.register can't be had")
 
 
 def test_a_second_script_mode_operator_is_a_clear_error() -> None:

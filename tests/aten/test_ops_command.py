@@ -13,7 +13,7 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from tests.aten.conftest import DEVICE, INTERPRETED, ROOT
+from tests.aten.conftest import PROFILE, ROOT, TRITON
 from twinkle.aten import Home, Profile, catalog
 from twinkle.aten.harness import report
 from twinkle.aten.harness.outcome import Outcome
@@ -31,7 +31,7 @@ def test_the_list(chip: Profile) -> None:
     clone = facts["operators"]["clone"]["platforms"]
     assert clone["ascend"]["keys"] == ["AutogradPrivateUse1", "PrivateUse1"]
     assert clone["cambricon"]["keys"] == ["PrivateUse1"]
-    assert clone[chip.platform]["level"] == ("triton" if INTERPRETED else "torch")
+    assert clone[chip.platform]["level"] == ("triton" if TRITON else "torch")
     assert clone["kunlunxin"]["level"] is None
     assert "every allocation ends in" in facts["operators"]["empty"]["by_design"]
     assert facts["platforms"]["kunlunxin"] == "the package torch_xmlir is not installed"
@@ -49,11 +49,11 @@ def test_an_operator_that_cannot_be_had_is_a_line(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_run(chip: Profile) -> None:
-    result = run("run", "empty_strided", "--level", "op", "--device", DEVICE, "--json")
+    result = run("run", "empty_strided", "--level", "op", "--device", PROFILE, "--json")
     assert result.exit_code == 0, result.output
     (outcome,) = json.loads(result.stdout)["outcomes"]
     assert outcome["ok"] is True and outcome["state"] == "passed" and outcome["facts"]["kernel"] > 0
-    text = run("run", "empty_strided", "--level", "kernel", "--device", DEVICE).output
+    text = run("run", "empty_strided", "--level", "kernel", "--device", PROFILE).output
     assert "empty_strided  kernel" in text and "passed" in text
 
 
@@ -62,7 +62,7 @@ def test_a_failed_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
     right: Callable[..., Any] = torch_level.empty_strided_torch
     monkeypatch.setattr(torch_level, "empty_strided_torch", lambda *a, **k: right(*a, **k).unsqueeze(0))
-    result = run("run", "empty_strided", "--level", "kernel", "--device", DEVICE)
+    result = run("run", "empty_strided", "--level", "kernel", "--device", PROFILE)
     assert result.exit_code == 1 and "shape torch.Size([1, 3, 1050]), expected" in result.output
 
 

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import re
 from pathlib import Path
 
 import pytest
 
-from twinkle.aten import profile, profiles
+from tests.aten.conftest import ROOT
+from twinkle.aten import Profile, profile, profiles
 from twinkle.aten import profiles as function
 from twinkle.aten.keys import platform_here, platforms_meant
+from twinkle.aten.spec import OperatorSpec
 from twinkle.platforms import PLATFORMS
+
+VARIABLE = "TWINKLE_PROFILES"
+SHIPPED = {"ascend910", "cambricon", "cpu", "nvidia", "p800-kunlunxin"}
+
+
+@pytest.fixture(autouse=True)
+def no_profiles_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
 
 
 def test_every_profile_fits_the_platform_table() -> None:
     found = profiles()
-    assert set(found) == {"ascend910", "cambricon", "cpu", "nvidia", "p800-kunlunxin"}
+    assert set(found) == SHIPPED
     for made in found.values():
         platform = PLATFORMS[made.platform]
         assert made.dispatch_key in (platform.autograd_key, platform.dispatch_key)
@@ -66,6 +79,22 @@ def test_a_wrong_profile_names_its_file(
         profiles()
 
 
+@pytest.mark.parametrize("aliases", ["chip", 3, [1]])
+def test_aliases_are_a_list_of_names(aliases: object, tmp_path: Path) -> None:
+    import yaml
+
+    file = tmp_path / "chip.yaml"
+    file.write_text(yaml.safe_dump({**GOOD, "aliases": aliases}))
+    with pytest.raises(ValueError, match="chip.yaml: aliases is a list of names"):
+        profile(str(file))
+
+
+def test_a_file_that_is_no_yaml(tmp_path: Path) -> None:
+    (tmp_path / "chip.yaml").write_text("name: [cpu\n")
+    with pytest.raises(ValueError, match="chip.yaml is no YAML: .*line 2"):
+        profile(str(tmp_path / "chip.yaml"))
+
+
 def test_a_file_that_is_no_mapping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
@@ -73,3 +102,65 @@ def test_a_file_that_is_no_mapping(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys.modules[function.__module__], "FOLDERS", (tmp_path,))
     with pytest.raises(ValueError, match="chip.yaml: a device profile is a mapping of aliases, device"):
         profiles()
+
+
+# --- profiles of the user's own ---------------------------------------------------------------------------------------
+
+TEMPLATE = ROOT / "configs" / "devices" / "template.yaml"
+
+
+def own(folder: Path, **changes: str) -> Path:
+    """A profile made of the template as its text says: a copy with another name, and lines of it changed."""
+    text = TEMPLATE.read_text()
+    for field, value in changes.items():
+        text, found = re.subn(rf"(?m)^{field}: .*$", f"{field}: {value}", text)
+        assert found == 1, field
+    file = folder / f"{changes['name']}.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_the_template_is_a_profile_but_none_of_ours() -> None:
+    assert "template" not in profiles()
+    made = profile(str(TEMPLATE))
+    assert made.found.name == made.platform and made.aliases
+
+
+def test_the_template_explains_every_field() -> None:
+    """Each line of it follows a comment of its own; none is missing."""
+    lines = TEMPLATE.read_text().splitlines()
+    explained = [lines[i].partition(":")[0] for i in range(1, len(lines)) if re.match(r"\w+: ", lines[i])]
+    assert sorted(explained) == sorted(field.name for field in dataclasses.fields(Profile))
+    assert all(lines[i - 1].startswith("# ") for i in range(len(lines)) if re.match(r"\w+: ", lines[i]))
+    text = " ".join(line.removeprefix("# ") for line in lines)
+    assert VARIABLE in text and "src/twinkle/platforms.py" in text
+    assert all(name in PLATFORMS for name in re.findall(r"(\w+),", text.partition("calls it: ")[2].partition("...")[0]))
+
+
+def test_a_profile_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clone: OperatorSpec) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    changes = {"platform": "cpu", "device": "cpu", "dispatch_key": "CPU"}
+    file = own(tmp_path, name="mine", aliases="[my-cpu]", **changes)
+    own(other, name="yours", aliases="[]", **changes)
+    monkeypatch.setenv(VARIABLE, f"{tmp_path}{os.pathsep}{other}")
+    assert set(profiles()) == {*SHIPPED, "mine", "yours"}
+    assert profile("mine") == profile("my-cpu") == profile(str(file))
+    with clone.register_a1(profile("my-cpu").dispatch_key) as registration:
+        assert registration.platform == "cpu"
+
+
+def test_a_profile_that_takes_anothers_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    own(tmp_path, name="mine", aliases="[mlu590]")
+    with pytest.raises(ValueError, match=r"mine.yaml: the name 'mlu590' is taken by .*cambricon.yaml; one chip is one"):
+        profiles()
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "missing"))
+    with pytest.raises(ValueError, match="TWINKLE_PROFILES names .*missing, which is no folder"):
+        profile("cpu")
+    monkeypatch.delenv(VARIABLE)
+    with pytest.raises(ValueError, match="no such device profile: .*gone.yaml"):
+        profile(str(tmp_path / "gone.yaml"))

@@ -20,6 +20,7 @@ from tests.aten.conftest import DEVICE, INTERPRETED
 from tests.aten.layouts import DTYPES, Layout, filled, layouts
 from twinkle.aten import Profile, catalog
 from twinkle.aten.arguments import Arguments
+from twinkle.aten.harness.cases import cases
 from twinkle.aten.harness.observe import Call, differences
 from twinkle.aten.registration import active
 from twinkle.aten.spec import OperatorSpec, Semantics
@@ -35,6 +36,7 @@ class Tensor:
         lazy: ``"conj"`` or ``"neg"`` for one whose elements wait to be conjugated or negated.
         view: it is a view of another tensor.
         leaf: it requires a gradient.
+        derived: it is a result of an operator on one that does.
         device: where it lies.
     """
 
@@ -43,6 +45,7 @@ class Tensor:
     lazy: str = ""
     view: bool = False
     leaf: bool = False
+    derived: bool = False
     device: str = DEVICE
 
     def make(self) -> torch.Tensor:
@@ -53,6 +56,8 @@ class Tensor:
             made = made.conj()
         if self.lazy == "neg":
             made = torch._neg_view(made)
+        if self.derived:
+            return made.requires_grad_() * 1
         return made.requires_grad_() if self.leaf else made
 
 
@@ -62,10 +67,12 @@ def tensors(draw: Any, shape: tuple[int, ...] | None = None, written: bool = Fal
     lazy = draw(st.sampled_from(["", "", "", "", "conj", "neg"]))
     if (lazy == "conj" and not dtype.is_complex) or dtype is torch.bool:
         lazy = ""
-    leaf = written and (dtype.is_floating_point or dtype.is_complex) and draw(st.integers(0, 9)) == 0
+    differentiable = written and (dtype.is_floating_point or dtype.is_complex)
+    gradient = draw(st.sampled_from(["", "", "", "", "leaf", "derived"])) if differentiable else ""
     device = draw(st.sampled_from([DEVICE, DEVICE, DEVICE, DEVICE, "cpu"]))
     overlapping = not written or draw(st.booleans())
-    return Tensor(draw(layouts(shape, overlapping)), dtype, lazy, draw(st.booleans()), leaf, device)
+    layout, view = draw(layouts(shape, overlapping)), draw(st.booleans())
+    return Tensor(layout, dtype, lazy, view, gradient == "leaf", gradient == "derived", device)
 
 
 FORMATS = (None, torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
@@ -82,6 +89,36 @@ def copies(draw: Any) -> list[Any]:
         if draw(st.integers(0, 5)) == 0:
             shape[dimension] = draw(st.integers(0, 3))
     return [to, draw(tensors(tuple(shape))), draw(st.booleans())]
+
+
+def test_meta_tensors_are_left_alone(clone: OperatorSpec, chip: Profile) -> None:
+    """They have no data, and no kernel of ours is asked; where natively something raises, it raises."""
+    on = {device: torch.ones(4, 3, device=device) for device in (DEVICE, "meta")}
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("clone", lambda: on["meta"].t().clone()),
+        ("contiguous", lambda: on["meta"].t().contiguous()),
+        ("dropout", lambda: torch.nn.functional.dropout(on["meta"], 0.5)),
+        ("copy_", lambda: on["meta"].clone().copy_(on[DEVICE])),
+        ("copy_", lambda: on[DEVICE].copy_(on["meta"])),
+        ("empty_strided", lambda: torch.empty_strided((4, 3), (1, 4), device="meta")),
+    ]
+    for name, call in calls:
+        native = or_error(call)
+        with catalog.operator(name).register_a1(platform=chip.platform) as registration:
+            ours = or_error(call)
+        assert registration.counts.kernel == 0 and registration.counts.errors == 0
+        if isinstance(native, type):
+            assert ours is native
+        else:
+            assert (ours.device, ours.shape, ours.stride()) == (native.device, native.shape, native.stride())
+
+
+def or_error(work: Callable[[], Any]) -> Any:
+    """A result, or the exception's type."""
+    try:
+        return work()
+    except Exception as error:
+        return type(error)
 
 
 @st.composite
@@ -235,12 +272,16 @@ BAD: list[tuple[str, Callable[[], Any]]] = [
     ("clone", lambda: torch.ones(3, device=DEVICE).clone(memory_format=torch.channels_last)),
     ("clone", lambda: torch.ops.aten.clone("no tensor")),
     ("contiguous", lambda: torch.ones(3, 4, device=DEVICE).t().contiguous(memory_format=torch.channels_last)),
+    ("contiguous", lambda: torch.ones(3, 4, device=DEVICE).t().contiguous(memory_format=torch.preserve_format)),
+    ("contiguous", lambda: torch.ops.aten.contiguous([1.0])),
     ("copy_", lambda: torch.ones(3, device=DEVICE).copy_(torch.ones(4, device=DEVICE))),
     ("copy_", lambda: torch.ones(1, device=DEVICE).expand(3).copy_(torch.ones(3, device=DEVICE))),
     ("copy_", lambda: torch.ops.aten.copy_(torch.ones(3, device=DEVICE), None)),
     ("detach", lambda: torch.ops.aten.detach(3)),
     ("dropout", lambda: torch.ops.aten.dropout(torch.ones(3, device=DEVICE), 1.5, True)),
-    ("dropout", lambda: torch.nn.functional.dropout(torch.ones(3, device=DEVICE), -1)),
+    ("dropout", lambda: torch.ops.aten.dropout(torch.ones(3, device=DEVICE), -0.1, True)),
+    ("dropout", lambda: torch.ops.aten.dropout(torch.ones(3, device=DEVICE), float("nan"), True)),
+    ("dropout", lambda: torch.ops.aten.dropout(2.0, 0.5, True)),
     ("embedding", lambda: torch.nn.functional.embedding(INDICES, torch.ones(3, 2, device=DEVICE))),
     ("embedding", lambda: torch.nn.functional.embedding(INDICES - 2, torch.ones(9, 2, device=DEVICE))),
     ("embedding", lambda: torch.nn.functional.embedding(INDICES.float(), torch.ones(9, 2, device=DEVICE))),
@@ -255,6 +296,7 @@ BAD: list[tuple[str, Callable[[], Any]]] = [
     ("empty_strided", lambda: torch.empty_strided((3, 3), (1,), device=DEVICE)),
     ("empty_strided", lambda: torch.empty_strided((2**62, 2**62), (2**62, 1), device=DEVICE)),
     ("empty_strided", lambda: torch.empty_strided((2**45,), (1,), device=DEVICE)),
+    ("empty_strided", lambda: torch.ops.aten.empty_strided(["3"], [1], device=torch.device(DEVICE))),
     ("item", lambda: torch.ones(2, device=DEVICE).item()),
     ("item", lambda: torch.ones(0, device=DEVICE).item()),
     ("_local_scalar_dense", lambda: torch.ops.aten._local_scalar_dense(torch.ones(0, device=DEVICE))),
@@ -265,9 +307,35 @@ BAD: list[tuple[str, Callable[[], Any]]] = [
 
 @pytest.mark.parametrize(("name", "call"), BAD)
 def test_bad_input_raises_what_it_raises_natively(name: str, call: Callable[[], Any], chip: Profile) -> None:
+    """Native's exception with native's message, and a note that names the operator and whose kernel it was."""
     with pytest.raises(Exception) as native:
         call()
-    with catalog.operator(name).register_a1(platform=chip.platform), pytest.raises(native.type) as ours:
+    spec = catalog.operator(name)
+    with spec.register_a1(platform=chip.platform) as registration, pytest.raises(native.type) as ours:
         call()
     assert type(ours.value) is native.type
-    assert str(ours.value).splitlines()[0] == str(native.value).splitlines()[0]
+    assert first_sentence(ours.value) == first_sentence(native.value)
+    if "Expected a proper Tensor but got None" not in str(ours.value):  # which no kernel is asked about
+        assert name in "".join([str(ours.value), *getattr(ours.value, "__notes__", ())])
+    assert registration.counts.kernel == 0 and active() == []
+    values = next(cases(spec)).values(chip.device)
+    assert call_operator(spec, spec.native, values) is not None, "the operator works as before"
+
+
+def first_sentence(error: BaseException) -> str:
+    """Without how much memory was free, and PyTorch's own stack."""
+    return str(error).splitlines()[0].partition(". ")[0]
+
+
+def test_the_note_says_whose_kernel_raised(clone: OperatorSpec, chip: Profile) -> None:
+    x = torch.ones(3, device=DEVICE)
+    with clone.register_a1(platform=chip.platform) as registration:
+        with pytest.raises(RuntimeError) as ours:
+            x.clone(memory_format=torch.channels_last)
+        with pytest.raises(RuntimeError) as natives:
+            x[:0].clone(memory_format=torch.channels_last)
+    assert ours.value.__notes__ == [f"raised by aten::clone, by twinkle's {registration.level} kernel"]
+    assert natives.value.__notes__ == [
+        "raised by aten::clone, by PyTorch's own kernel, since twinkle's doesn't take the call: empty"
+    ]
+    assert (registration.counts.errors, registration.counts.fallbacks) == (1, {"empty": 1})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
+import resource
 import threading
 import weakref
 from copy import deepcopy
@@ -11,11 +13,18 @@ from copy import deepcopy
 import pytest
 import torch
 
-from tests.aten.conftest import DEVICE, INTERPRETED
+from tests.aten.conftest import DEVICE, INTERPRETED, TRITON
+from tests.aten.uses import USES
 from twinkle.aten import NotRegistrableError, Profile, RegistrationError, catalog, install
 from twinkle.aten import registration as registration_module
+from twinkle.aten.arguments import Arguments
+from twinkle.aten.harness.cases import cases
+from twinkle.aten.harness.observe import Call, Seen, differences
 from twinkle.aten.registration import active
-from twinkle.aten.spec import OperatorSpec
+from twinkle.aten.spec import WITHOUT_GRADIENT, OperatorSpec
+
+TOGETHER = [name for name in USES if catalog.operator(name).caution is None]
+"""What ``install("all")`` registers."""
 
 
 def kernel_at(spec: OperatorSpec, key: str) -> str:
@@ -29,7 +38,7 @@ def test_the_default_key_with_a_platform(clone: OperatorSpec, chip: Profile) -> 
         assert torch.equal(x.clone(), x)
         assert counter["n"] == 6
         assert (registration.counts.kernel, registration.counts.errors) == (1, 0)
-        assert registration.level == ("triton" if INTERPRETED else "torch")
+        assert registration.level == ("triton" if TRITON else "torch")
         assert active() == [registration] and not registration.closed
     assert registration.closed and active() == []
 
@@ -58,6 +67,27 @@ def test_close_leaves_the_operator_as_it_was(registrable: OperatorSpec, chip: Pr
     torch.empty_like(x).copy_(x)
     assert counter == {"n": 0}
     assert repr(registration) == f"<Registration of {spec.name} on {chip.platform}: closed>"
+
+
+def test_after_close_results_have_the_bits_they_had_before(registrable: OperatorSpec, chip: Profile) -> None:
+    spec = registrable
+
+    def results() -> list[Seen]:
+        seen = []
+        for case in cases(spec, seeds=1):
+            torch.manual_seed(0)
+            differentiate = not spec.semantics & WITHOUT_GRADIENT
+            call = Call.of(case.name, case.values(chip.device), spec, differentiate=differentiate)
+            seen.append(call.observe(lambda values: Arguments(spec.overload).call(spec.overload, values)))
+        return seen
+
+    before = results()
+    registration = spec.register_a1(platform=chip.platform)
+    results()
+    registration.close()
+    bit_for_bit = dataclasses.replace(spec, judge=None)
+    pairs = zip(results(), before, strict=True)
+    assert [problem for pair in pairs for problem in differences(bit_for_bit, *pair)] == []
 
 
 def test_dropping_the_handle_does_not_undo_it(clone: OperatorSpec, chip: Profile) -> None:
@@ -130,20 +160,28 @@ def test_nothing_is_kept_after_close(clone: OperatorSpec, chip: Profile) -> None
     assert gone() is None
 
 
-def test_two_hundred_cycles(clone: OperatorSpec, chip: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_hundred_cycles(chip: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all operators at once: nothing is kept of any, and each call is counted."""
     monkeypatch.setattr(registration_module, "_GRACE_SECONDS", 0.0)
-    x = torch.ones(2, device=DEVICE)
-    objects = []
+    x = torch.randn(3, 2, device=DEVICE)
+    names = ["clone"] if INTERPRETED else TOGETHER
+    uses = [USES[name] for name in names]
+    objects, memory = [], []
     for cycle in range(200):
-        counter: dict[str, int] = {}
-        with clone.register_a1(counter=counter, platform=chip.platform):
-            x.clone()
-        x.clone()
-        assert counter["n"] == 1
+        with install(names, platform=chip.platform) as installed:
+            for use in uses:
+                use(x)
+            assert all(one.counts.kernel > 0 for one in installed.registrations.values())
+        reached = [one.counter["n"] for one in installed.registrations.values()]
+        for use in uses:
+            use(x)
+        assert [one.counter["n"] for one in installed.registrations.values()] == reached
         if cycle in (50, 199):
             gc.collect()
             objects.append(len(gc.get_objects()))
+            memory.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     assert objects[1] - objects[0] < 100, "something is kept of every registration"
+    assert memory[1] - memory[0] < 20_000, "of memory in KB: less than 30 KB a registration"
 
 
 @pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter has one state for all threads")
@@ -166,32 +204,43 @@ def test_threads_lose_no_count(clone: OperatorSpec, chip: Profile) -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter has one state for all threads")
-def test_threads_that_register_close_and_call(clone: OperatorSpec, chip: Profile) -> None:
+def test_threads_that_register_close_and_call(chip: Profile) -> None:
+    """Four threads call all operators while four others register and take back, each beginning with another one."""
     x = torch.randn(3, 4, device=DEVICE)
     wrong: list[str] = []
     done = threading.Event()
+    served = dict.fromkeys(TOGETHER, 0)
+    expected = {name: x / 0.7 if name == "dropout" else USES[name](x) for name in TOGETHER}
+
+    def right(name: str) -> bool:
+        result = USES[name](x)
+        kept = result != 0 if name == "dropout" else torch.ones_like(result, dtype=torch.bool)
+        return torch.allclose(result[kept], expected[name][kept])
 
     def call() -> None:
         while not done.is_set():
-            try:
-                if not torch.equal(x.clone(), x):
-                    wrong.append("wrong result")
-            except Exception as error:
-                wrong.append(str(error))
+            for name in served:
+                try:
+                    if not right(name):
+                        wrong.append(f"{name}: wrong result")
+                except Exception as error:
+                    wrong.append(f"{name}: {error}")
 
-    def cycle() -> None:
-        for _ in range(100):
+    def cycle(first: int) -> None:
+        for number in range(100):
+            name = TOGETHER[(first + number) % len(TOGETHER)]
             try:
-                with clone.register_a1(platform=chip.platform) as registration:
-                    x.clone()
+                with catalog.operator(name).register_a1(platform=chip.platform) as registration:
+                    USES[name](x)
+                    served[name] += registration.counts.kernel
                     if registration.counts.kernel == 0:
-                        wrong.append("not reached")
+                        wrong.append(f"{name}: not reached")
             except RegistrationError as error:
                 if error.code != "already-registered":
                     wrong.append(str(error))
 
     callers = [threading.Thread(target=call) for _ in range(4)]
-    cyclers = [threading.Thread(target=cycle) for _ in range(4)]
+    cyclers = [threading.Thread(target=cycle, args=(first,)) for first in range(4)]
     for thread in [*callers, *cyclers]:
         thread.start()
     for thread in cyclers:
@@ -199,7 +248,7 @@ def test_threads_that_register_close_and_call(clone: OperatorSpec, chip: Profile
     done.set()
     for thread in callers:
         thread.join()
-    assert wrong == []
+    assert wrong == [] and all(served.values())
 
 
 # --- several at once --------------------------------------------------------------------------------------------------

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from tests import simulated_device
-from tests.aten.conftest import DEVICE
+from tests.aten.conftest import DEVICE, INTERPRETED, ROOT, SIMULATED
 from twinkle import presets
+from twinkle.aten import catalog
 from twinkle.platforms import platform_of
 
-pytestmark = pytest.mark.skipif(DEVICE == "cpu", reason="this process has no simulated device")
+pytestmark = pytest.mark.skipif(not SIMULATED, reason="this process has no simulated device")
 
 
 def test_it_is_a_device_of_its_own() -> None:
@@ -49,3 +54,15 @@ def test_a_model_computes_what_it_computes_on_the_cpu() -> None:
     assert torch.equal(loss, expected)
     assert gradients.keys() == expected_gradients.keys()
     torch.testing.assert_close(gradients, expected_gradients)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.skipif(DEVICE != "npu" or INTERPRETED, reason="the program asks for an Ascend NPU")
+def test_the_packaging_program_on_an_ascend_npu(environment: dict[str, str], tmp_path: Path) -> None:
+    """Every way in through execution, and all operators at once in a model, as on the chip."""
+    command = [sys.executable, ROOT / "ops" / "test_packaging.py", "--npu-e2e"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    *_, together, cells = done.stdout.splitlines()
+    assert together.startswith("all at once in a model: passed")
+    assert cells == f"{6 * len(catalog.names())} cells, all passed"

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.aten.conftest import DEVICE, INTERPRETED
+from tests.aten.conftest import DEVICE, INTERPRETED, TRITON
 from tests.aten.layouts import DTYPES, filled, layouts
 from twinkle.aten.harness.compare import memory_of
 from twinkle.aten.reference import copy_by_address
 from twinkle.aten.strided import is_dense, make_plan, may_overlap, torch_copy, triton_copy
 
-COPIES = [torch_copy, triton_copy] if INTERPRETED else [torch_copy]
+COPIES = [torch_copy, triton_copy] if TRITON else [torch_copy]
 
 
 @pytest.mark.parametrize("copy", COPIES)

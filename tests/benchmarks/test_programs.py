@@ -16,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from benchmarks import host, kernelize, loss, moe, ops, step, trace, training
+from benchmarks import aten, host, kernelize, loss, moe, ops, step, trace, training
 from tests.support.results import check_schema
 from twinkle.bench import clocks
 from twinkle.bench import ops as measuring
@@ -87,6 +87,19 @@ def test_host_measures_the_floors_too_but_judges_them_by_nothing(tmp_path):
     assert {r.case.split("/")[0] for r in measured} == {"rms_norm", "swiglu", "rotary"}
     assert all(r.host_us and r.dtype == "bfloat16" for r in measured)
     assert not any(r.chosen for r in measured if r.who in floors)
+
+
+def test_aten_quick(tmp_path, capsys):
+    path = tmp_path / "aten.json"
+    run = aten.main([*QUICK, "--op", "clone", "--op", "copy_", "--json", str(path)])
+    check_schema(json.loads(path.read_text()))
+    rows = {(r.case, r.dtype): r for r in read(path).results if r.who == "torch"}
+    assert rows["aten/clone/transposed", "float32"].ms and rows["aten/clone/transposed", "float32"].shape == "33x50"
+    assert rows["aten/copy_/from float32", "bfloat16"].note == "native serves it: cast"
+    assert {r.who for r in run.results if r.ms} == {"native", "torch", "torch, direct"}
+    assert {r.note for r in run.results if r.who == "flag_gems"} == {"the package flag_gems is not installed"}
+    printed = capsys.readouterr().out
+    assert "clone/transposed" in printed and "faster than native by more than the noise: " in printed
 
 
 class Events:

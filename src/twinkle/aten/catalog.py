@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import metadata
 
 from twinkle.aten.errors import RegistrationError
@@ -12,9 +15,39 @@ from twinkle.reasons import Reason, did_you_mean
 GROUP = "twinkle.aten_ops"
 
 
+@dataclass(frozen=True)
+class Package:
+    """A package with operators, as this process would import it.
+
+    Attributes:
+        name: ``ops`` for those of this project; others use that name as well.
+        found: its file or folder; None where nothing of the name is on the path.
+        operators: those whose entry points name it.
+        error: why one of them can't be had from there; None when all can.
+    """
+
+    name: str
+    found: str | None
+    operators: tuple[str, ...]
+    error: str | None
+
+
 def names() -> list[str]:
     """The operators' names; none of them is imported."""
     return sorted({entry.name for entry in metadata.entry_points(group=GROUP)})
+
+
+def chosen(wanted: Sequence[str] = ()) -> list[str]:
+    """The names that were asked for; all when none were.
+
+    Raises:
+        RegistrationError: all were asked for, and there is none.
+    """
+    found = list(wanted) or names()
+    if not found:
+        text = f"no installed distribution has an entry point of the group {GROUP}"
+        raise RegistrationError("no operators", Reason("unknown-operator", text, "pip install twinkle-kernel"))
+    return found
 
 
 def operator(name: str) -> OperatorSpec:
@@ -31,20 +64,46 @@ def operator(name: str) -> OperatorSpec:
     module, _, attribute = entries[0].value.partition(":")
     try:
         spec = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # whatever a package raises that isn't the one that was meant
         raise RegistrationError(name, _why(module, error)) from error
     if not isinstance(spec, OperatorSpec):
         raise RegistrationError(name, Reason("foreign-ops", f"{entries[0].value} is no OperatorSpec"))
     return spec
 
 
+def packages() -> list[Package]:
+    """All packages that entry points name, the operators in them imported."""
+    by_package: dict[str, list[str]] = {}
+    for entry in metadata.entry_points(group=GROUP):
+        by_package.setdefault(entry.module.partition(".")[0], []).append(entry.name)
+    return [
+        Package(package, _place(package), tuple(sorted(set(of))), _first_error(of))
+        for package, of in sorted(by_package.items())
+    ]
+
+
+def _place(package: str) -> str | None:
+    try:
+        found = importlib.util.find_spec(package)
+    except ValueError:  # a module that somebody has put into sys.modules by hand
+        found = None
+    if found is None:
+        return None
+    return found.origin or next(iter(found.submodule_search_locations or ()), None)
+
+
+def _first_error(operators: Sequence[str]) -> str | None:
+    for name in operators:
+        try:
+            operator(name)
+        except RegistrationError as error:
+            return str(error)
+    return None
+
+
 def _why(module: str, error: Exception) -> Reason:
     """``ops`` is a name that others use as well: another package of that name may come first on the path."""
     top = module.partition(".")[0]
-    try:
-        found = importlib.import_module(top)
-    except ImportError:
-        return Reason.of_error(error, "foreign-ops", f"importing {module}")
-    where = getattr(found, "__file__", None) or list(found.__path__)
-    hint = f"another package {top} may come first on sys.path"
-    return Reason("foreign-ops", f"{module} can't be had from {where}: {error}", hint)
+    where = _place(top) or "anywhere on sys.path"
+    hint = f"another package {top} may come first on sys.path; `twinkle-kernel info` shows which one is found"
+    return Reason("foreign-ops", f"{module} can't be had from {where}: {type(error).__name__}: {error}", hint)

@@ -7,9 +7,11 @@ from typing import Any
 
 from twinkle.aten import catalog
 from twinkle.aten.errors import RegistrationError
-from twinkle.aten.keys import DEFAULT_KEY
+from twinkle.aten.keys import DEFAULT_KEY, platform_here, platforms_meant
 from twinkle.aten.profiles import Profile
 from twinkle.aten.registration import Registration, register
+from twinkle.aten.spec import OperatorSpec
+from twinkle.platforms import Platform
 from twinkle.reasons import Reason, did_you_mean
 
 
@@ -18,10 +20,12 @@ class Installation:
 
     Attributes:
         registrations: by operator.
+        left_out: the operators that ``"auto"`` didn't install, with the reason.
     """
 
-    def __init__(self, registrations: dict[str, Registration]) -> None:
+    def __init__(self, registrations: dict[str, Registration], left_out: dict[str, Reason] | None = None) -> None:
         self.registrations = registrations
+        self.left_out = left_out or {}
 
     def close(self) -> None:
         """Takes all of them back, the latest first. A second call does nothing."""
@@ -35,7 +39,8 @@ class Installation:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Installation of {', '.join(self.registrations) or 'nothing'}>"
+        left_out = f"; left out: {', '.join(self.left_out)}" if self.left_out else ""
+        return f"<Installation of {', '.join(self.registrations) or 'nothing'}{left_out}>"
 
 
 def install(
@@ -44,7 +49,10 @@ def install(
     """Registers operators on a platform: all or nothing.
 
     Args:
-        operators: names, or ``"all"``: those that can be registered and do no harm in the process meanwhile.
+        operators: names; ``"all"``: those that can be registered and do no harm in the process meanwhile; ``"auto"``:
+            those of them whose kernel is faster than PyTorch's own, by more than the noise, on one of the calls in
+            their ``benchmark.yaml`` at least. That is measured here and now, which takes some seconds for each; nothing
+            else should run meanwhile. The others are in ``Installation.left_out``.
         platform: a platform's name or alias, or a device profile.
         modes: who serves the calls of an operator. ``"auto"``: its kernel, but PyTorch's own where that is faster, as
             the operator's routes say. ``"triton"``: its Triton kernel for every call that it can take. ``"native"``:
@@ -56,8 +64,8 @@ def install(
             registered; those before it were taken back.
         NotRegistrableError: one of them isn't registered by design; likewise.
     """
-    if operators == "all":
-        every = [catalog.operator(name) for name in catalog.names()]
+    if operators in ("all", "auto"):
+        every = [catalog.operator(name) for name in catalog.chosen()]
         specs = [spec for spec in every if spec.by_design is spec.caution is None]
     else:
         specs = [catalog.operator(name) for name in ([operators] if isinstance(operators, str) else operators)]
@@ -71,12 +79,39 @@ def install(
     for unused in set(modes or ()) - set(installed):
         text = f"has a mode but isn't installed; installed: {', '.join(installed)}{did_you_mean(unused, installed)}"
         raise RegistrationError(unused, Reason("unknown-operator", text))
-    done = Installation({})
+    left_out: dict[str, Reason] = {}
+    if operators == "auto":
+        found = platform_here("install", key, platforms_meant("install", key, name))
+        slower = {spec.name: _why_not(spec, found) for spec in specs}
+        left_out = {name: reason for name, reason in slower.items() if reason is not None}
+    done = Installation({}, left_out)
     try:
         for spec in specs:
-            mode = chosen.get(spec.name, "auto")
-            done.registrations[spec.name] = register(spec, key, None, name, mode)
+            if spec.name not in left_out:
+                mode = chosen.get(spec.name, "auto")
+                done.registrations[spec.name] = register(spec, key, None, name, mode)
     except BaseException:
         done.close()
         raise
     return done
+
+
+def _why_not(spec: OperatorSpec, platform: Platform) -> Reason | None:
+    """None when an operator's kernel wins somewhere on this machine."""
+    import torch
+
+    try:
+        from twinkle.bench.aten import measure, size_for, wins
+
+        size = size_for(torch.device(platform.device_type))
+        rows = list(measure(spec, platform, size=size, rounds=10, seconds=0.5, peer=False))
+    except ModuleNotFoundError as error:
+        if error.name != "yaml":
+            raise
+        text = "auto reads benchmark.yaml, and the package PyYAML is not installed"
+        raise RegistrationError(spec.name, Reason("no-package", text, "pip install 'twinkle-kernel[aten]'")) from error
+    if wins(rows):
+        return None
+    notes = dict.fromkeys(row.note for row in rows if row.note)
+    text = "its kernel is faster than PyTorch's on none of its benchmark's calls"
+    return Reason("slower", "; ".join([text, *notes]))

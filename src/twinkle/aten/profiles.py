@@ -1,11 +1,13 @@
 """Device profiles: the facts about one chip that a registration and its checks need, as YAML files.
 
-One chip is one profile; other names for it are aliases. The files lie in ``configs/devices``.
+One chip is one profile; other names for it are aliases. The files lie in ``configs/devices``, whose ``template.yaml``
+explains every line, and in the folders that the environment variable ``TWINKLE_PROFILES`` names.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +22,11 @@ MODES = ("auto", "triton", "native")
 _HERE = Path(__file__).resolve().parent
 FOLDERS = (_HERE / "devices", _HERE.parents[2] / "configs" / "devices")
 """In an installed package, and in a checkout; the first that exists counts."""
+
+VARIABLE = "TWINKLE_PROFILES"
+"""Folders with profiles of the user's own, divided as ``PATH`` is."""
+
+_TEMPLATE = "template.yaml"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,18 +70,37 @@ def profiles() -> dict[str, Profile]:
     """All profiles by name.
 
     Raises:
-        ValueError: a file holds something else than a profile; the message names it.
+        ValueError: a file holds something else than a profile, two answer to one name, or a folder isn't there; the
+            message names the file or folder.
     """
-    folder = next(folder for folder in FOLDERS if folder.is_dir())
-    return {file.stem: _read(file) for file in sorted(folder.glob("*.yaml"))}
+    found: dict[str, Profile] = {}
+    owners: dict[str, Path] = {}
+    for folder in _folders():
+        for file in sorted(folder.glob("*.yaml")):
+            if file.name == _TEMPLATE:
+                continue
+            made = _read(file)
+            for name in (made.name, *made.aliases):
+                other = owners.setdefault(name, file)
+                if other != file:
+                    raise ValueError(f"{file}: the name {name!r} is taken by {other}; one chip is one profile")
+            found[made.name] = made
+    return found
 
 
 def profile(name: str) -> Profile:
-    """The profile of that name or alias.
+    """The profile of that name or alias, or that of a file.
+
+    Args:
+        name: one that ends with ``.yaml`` is a file's.
 
     Raises:
-        ValueError: unknown; the message lists the known ones and the nearest.
+        ValueError: unknown, the message lists the known ones and the nearest; or see :func:`profiles`.
     """
+    if name.endswith(".yaml"):
+        if not Path(name).is_file():
+            raise ValueError(f"no such device profile: {name}")
+        return _read(Path(name))
     known = profiles()
     for candidate in known.values():
         if name in (candidate.name, *candidate.aliases):
@@ -83,20 +109,37 @@ def profile(name: str) -> Profile:
     raise ValueError(f"unknown device profile {name!r}; known: {', '.join(names)}{did_you_mean(name, names)}")
 
 
+def _folders() -> list[Path]:
+    own = [Path(folder) for folder in os.environ.get(VARIABLE, "").split(os.pathsep) if folder]
+    for folder in own:
+        if not folder.is_dir():
+            raise ValueError(f"{VARIABLE} names {folder}, which is no folder")
+    return [next(folder for folder in FOLDERS if folder.is_dir()), *own]
+
+
 def _read(file: Path) -> Profile:
     import yaml
 
     fields = {field.name for field in dataclasses.fields(Profile)}
-    found: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
+    try:
+        found: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{file}: a device profile is a mapping of {', '.join(sorted(fields))}")
     strange = sorted(set(found) - fields)
     if strange:
         raise ValueError(f"{file}: unknown field {strange[0]!r}{did_you_mean(strange[0], fields)}")
     try:
-        made = Profile(**{**found, "aliases": tuple(found.get("aliases", ()))})
+        made = Profile(**{**found, "aliases": _aliases(found.get("aliases"))})
     except (TypeError, ValueError) as error:
         raise ValueError(f"{file}: {error}") from None
     if made.name != file.stem:
         raise ValueError(f"{file}: the name {made.name!r} is not the file's")
     return made
+
+
+def _aliases(found: Any) -> tuple[str, ...]:
+    if not (found is None or (isinstance(found, list) and all(isinstance(alias, str) for alias in found))):
+        raise ValueError(f"aliases is a list of names, not {found!r}")
+    return tuple(found or ())

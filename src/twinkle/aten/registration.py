@@ -62,7 +62,7 @@ class Registration:
         serving = serving_in_mode(spec, platform, mode)
         self.level = serving.level
         self._overload = spec.overload
-        self._traffic = Traffic(serving, self._counts, counter)
+        self._traffic = Traffic(spec.name, serving, self._counts, counter)
         self._library: Any = None
         # All before the first is replaced: a kernel at the backend key changes what the autograd key falls back to.
         self._native = {key: torch.library.get_kernel(self._overload, key) for key in self.keys}

@@ -29,10 +29,12 @@ class Traffic:
     """What the routers of one registration share.
 
     Attributes:
+        operator: its name.
         open: while False, every call goes straight to what stood there before.
     """
 
-    def __init__(self, serving: Serving, counts: Counts, counter: dict[str, int]) -> None:
+    def __init__(self, operator: str, serving: Serving, counts: Counts, counter: dict[str, int]) -> None:
+        self.operator = operator
         self.serving = serving
         self.counts = counts
         self.counter = counter
@@ -84,8 +86,9 @@ def make_router(traffic: Traffic, native: Any, at_autograd: bool) -> Callable[..
                 counts.fall_back(reason)
                 return native.call_boxed(keyset, *wrap_numbers(args), **kwargs)
             result = serve(values)
-        except BaseException:
+        except BaseException as error:
             counts.errors += reason is None
+            error.add_note(f"raised by aten::{traffic.operator}, {_who(serving.level, reason)}")
             raise
         finally:
             flight.busy = False
@@ -96,6 +99,12 @@ def make_router(traffic: Traffic, native: Any, at_autograd: bool) -> Callable[..
         return result
 
     return router
+
+
+def _who(level: str, reason: str | None) -> str:
+    if reason is None:
+        return f"by twinkle's {level} kernel"
+    return f"by PyTorch's own kernel, since twinkle's doesn't take the call: {reason}"
 
 
 def _passing_router(traffic: Traffic, native: Any) -> Callable[..., Any]:

@@ -52,6 +52,14 @@ _TENSORS = {
 }
 """By case."""
 
+_TIMED = {
+    "accelerator": "{shape: [16384, 16384]}",
+    "cpu": "{shape: [1024, 2048]}",
+    "quick": "{shape: [3, 1050]}",
+    "few": "{shape: [64]}",
+}
+"""By size of what is timed."""
+
 
 def overload_of(name: str, schema: str | None) -> torch._ops.OpOverload:
     """The operator in the running PyTorch.
@@ -163,7 +171,8 @@ def _values(name: str, overload: torch._ops.OpOverload) -> dict[str, str]:
         "sequences": lists,
         "sequences_before_torch": f"{lists}\n" if lists else "",
         "conditions": conditions,
-        **{case: _case(overload, described) for case, described in _TENSORS.items()},
+        **{case: _case(overload, described, "      ", "\n") for case, described in _TENSORS.items()},
+        **{size: _case(overload, described, "", ", ") for size, described in _TIMED.items()},
     }
 
 
@@ -227,15 +236,16 @@ def _call(overload: torch._ops.OpOverload, place: int) -> str:
     return f"({', '.join(values)}{',' if len(values) == 1 else ''})"
 
 
-def _case(overload: torch._ops.OpOverload, described: str) -> str:
+def _case(overload: torch._ops.OpOverload, described: str, indent: str, between: str) -> str:
+    """The arguments that have no defaults, as YAML."""
     lines = []
     for argument in overload._schema.arguments:
         if argument.has_default_value():
             continue
         kind = TYPES[_plain_type(argument)]
         value = described if kind == "torch.Tensor" else str(_REQUIRED[kind]).lower()
-        lines.append(f"      {argument.name}: {value}")
-    return "\n".join(lines)
+        lines.append(f"{indent}{argument.name}: {value}")
+    return between.join(lines)
 
 
 def _error(name: str, code: str, text: str, hint: str | None = None) -> RegistrationError:

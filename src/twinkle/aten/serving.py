@@ -47,6 +47,8 @@ class Serving:
 
     Attributes:
         level: ``"triton"``, ``"torch"``, or the platform's name where it has a kernel of its own.
+        function: the kernel.
+        arguments: what its arguments are.
         is_detached: autograd has to tie the result to its argument, which Python code can't.
     """
 
@@ -61,7 +63,7 @@ class Serving:
         self._conditions = [(condition.code, condition.holds) for condition in conditions]
         self.is_detached = Semantics.DETACHED in spec.semantics
         self._in_place = Semantics.IN_PLACE in spec.semantics and not self.is_detached
-        self._function = spec.home.load(kernel.path)
+        self.function = spec.home.load(kernel.path)
         self._places = spec.differentiable
         self._pullback = None if spec.pullback is None else spec.home.load(spec.pullback)
         self._differentiable = self._with_pullback(spec, kernel)
@@ -75,7 +77,7 @@ class Serving:
 
     def run(self, values: list[Any]) -> Any:
         """The kernel's result, without a gradient: for calls from below autograd."""
-        return self.arguments.call(self._function, values)
+        return self.arguments.call(self.function, values)
 
     def ungradable(self, values: list[Any]) -> str | None:
         """Why autograd can't be served here by an ``autograd.Function``; None when it can or isn't wanted."""

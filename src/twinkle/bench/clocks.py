@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -115,7 +117,13 @@ def host_clock_for(device: torch.device) -> Clock | None:
 
 
 def interleaved(
-    calls: dict[str, Call], clock: Clock, *, rounds: int, seconds: float, warm_up: int = 2
+    calls: dict[str, Call],
+    clock: Clock,
+    *,
+    rounds: int,
+    seconds: float,
+    warm_up: int = 2,
+    within: Mapping[str, Callable[[], AbstractContextManager[Any]]] | None = None,
 ) -> dict[str, list[float]]:
     """Times every call once per round, so that a drift of the machine hits all alike.
 
@@ -123,15 +131,19 @@ def interleaved(
         rounds: at most that many, at least three.
         seconds: no further round is started after that.
         warm_up: how often each is called before.
+        within: what holds while somebody is called, entered and left for each sample, outside its time.
 
     Returns:
         who -> milliseconds, one per round.
     """
-    for call in calls.values():
-        for _ in range(warm_up):
-            call()
-    clock.wait()
-    repeats = {who: clock.repeats(call) for who, call in calls.items()}
+    around = {who: (within or {}).get(who, contextlib.nullcontext) for who in calls}
+    repeats = {}
+    for who, call in calls.items():
+        with around[who]():
+            for _ in range(warm_up):
+                call()
+            clock.wait()
+            repeats[who] = clock.repeats(call)
     samples: dict[str, list[float]] = {who: [] for who in calls}
     order = list(calls)
     begin = time.perf_counter()
@@ -139,7 +151,10 @@ def interleaved(
         if number >= 3 and time.perf_counter() - begin > seconds:
             break
         order = order[1:] + order[:1]  # nobody always comes after the same
-        pending = [(who, clock.start(calls[who], repeats[who])) for who in order]
+        pending = []
+        for who in order:
+            with around[who]():
+                pending.append((who, clock.start(calls[who], repeats[who])))
         clock.wait()
         for who, read in pending:
             samples[who].append(read())

@@ -68,8 +68,8 @@ class Result:
         case: what was measured, parts divided by ``/``; for an op ``op/variant/f`` (forward, without gradients) or
             ``op/variant/fb`` (forward and backward), for a training step ``step/model``; for a model of which parts
             are switched on ``model/target``, see :mod:`twinkle.bench.model`.
-        who: the candidate: ``hf`` is what transformers does, other names are backends or libraries; ``all`` where the
-            whole case was not measured.
+        who: the candidate: ``hf`` is what transformers does, ``native`` what PyTorch does, other names are backends or
+            libraries; ``all`` where the whole case was not measured.
         shape: for people and for grouping, e.g. ``2048x1024``.
         dtype: e.g. ``bfloat16``; ``-`` where there is none.
         ms: ``{"p20", "p50", "p80"}`` in milliseconds until the work is done; None when it was not measured.

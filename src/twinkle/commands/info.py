@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform as host
 from collections.abc import Iterator
+from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
@@ -30,7 +31,10 @@ def run(*, as_json: bool) -> int:
 
 
 def gather() -> dict[str, Any]:
-    """Everything, as plain data: versions, platforms, ops (op -> backend -> available, reason) and plug-ins."""
+    """Everything, as plain data: versions, platforms, ops (op -> backend -> available, reason), plug-ins, and the
+    packages with operators of the ATen level: where each was found, and why one of its operators can't be had."""
+    from twinkle.aten import catalog
+
     errors = _plugin_errors()
     return {
         "versions": _versions(),
@@ -54,6 +58,7 @@ def gather() -> dict[str, Any]:
             }
             for entry in _plugins()
         ],
+        "operators": [asdict(package) for package in catalog.packages()],
     }
 
 
@@ -128,6 +133,11 @@ def blocks(facts: dict[str, Any], width: int) -> Iterator[Block]:
         state = f"not loaded: {plugin['error']}" if plugin["error"] else "loaded"
         text = f"plug-in {plugin['name']} of {plugin['distribution']} ({plugin['value']}): {state}"
         yield Block(paragraph(text, width))
+
+    for package in facts["operators"]:
+        state = package["error"] or ", ".join(package["operators"])
+        found = package["found"] or "nowhere"
+        yield Block(paragraph(f"operators in the package {package['name']}, found at {found}: {state}", width))
 
 
 def _mark(found: dict[str, Any] | None) -> str:

@@ -124,7 +124,7 @@ def _chosen(names: Sequence[str], level: str, device: str) -> tuple[list[Any], A
         known = (*LEVELS, "all")
         raise CommandError(f"unknown level {level!r}; known: {', '.join(known)}{did_you_mean(level, known)}")
     try:
-        specs = [catalog.operator(name) for name in (names or catalog.names())]
+        specs = [catalog.operator(name) for name in catalog.chosen(names)]
         return specs, profile(device), LEVELS if level == "all" else {level: LEVELS[level]}
     except (RegistrationError, ValueError) as error:
         raise CommandError(str(error)) from error

@@ -17,14 +17,15 @@ asked for.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from twinkle.aten.arguments import Arguments
+from twinkle.aten.harness.fills import FILLS
 from twinkle.aten.spec import OperatorSpec
 
 TORCH_NAMES = (torch.memory_format, torch.dtype, torch.layout)
@@ -39,6 +40,7 @@ class Case:
         dtype: that of the tensors which name none.
         described: argument name -> its description, in the schema's order.
         gradient: small enough to have its gradients compared with finite differences.
+        kept_in: the file of the golden data that has it, together with its other seeds.
     """
 
     name: str
@@ -46,10 +48,22 @@ class Case:
     dtype: torch.dtype
     described: dict[str, Any]
     gradient: bool = False
+    kept_in: str = ""
 
-    def values(self, device: torch.device | str = "cpu") -> list[Any]:
-        """All arguments in the schema's order; new tensors at each call."""
-        named = {name: self._value(name, described, device) for name, described in self.described.items()}
+    def values(
+        self, device: torch.device | str = "cpu", tensors: Mapping[str, torch.Tensor] | None = None
+    ) -> list[Any]:
+        """All arguments in the schema's order; new tensors at each call.
+
+        Args:
+            device: where the tensors are to lie.
+            tensors: CPU tensors, by argument, to be copied instead of made from the description.
+        """
+        given = tensors or {}
+        named = {
+            name: copied(given[name], device) if name in given else self._value(name, described, device)
+            for name, described in self.described.items()
+        }
         if any(argument.name == "device" for argument in self.overload._schema.arguments):
             named["device"] = torch.device(device)
         return Arguments(self.overload).bind((), named)
@@ -72,19 +86,48 @@ def cases(spec: OperatorSpec, seeds: int | None = None) -> Iterator[Case]:
     Raises:
         ValueError: the file is another operator's, or has no cases.
     """
-    import yaml
-
-    file = spec.home.folder / "goldendata" / "inputs_spec.yaml"
-    listed = yaml.safe_load(file.read_text(encoding="utf-8"))
-    if listed["operator"] != spec.name or not listed["cases"]:
-        raise ValueError(f"{file}: no cases of {spec.name}")
-    names = [argument.name for argument in spec.overload._schema.arguments]
+    listed = _listed(spec, spec.home.folder / "goldendata" / "inputs_spec.yaml")
     for case in listed["cases"]:
-        described = {name: case["arguments"][name] for name in names if name in case["arguments"]}
+        described = _in_order(spec, case["arguments"])
         for dtype in case.get("dtypes", listed["dtypes"]):
             for seed in range(seeds or listed["seeds_per_case"]):
                 name = f"{spec.name}/{case['name']}/{dtype}/{seed}"
-                yield Case(name, spec.overload, getattr(torch, dtype), described, case.get("gradient", False))
+                kept_in = f"{case['name']}.{dtype}.pt".replace(" ", "_")
+                yield Case(name, spec.overload, getattr(torch, dtype), described, case.get("gradient", False), kept_in)
+
+
+def benchmark_file(spec: OperatorSpec) -> Path:
+    """Where the calls of an operator that are timed are listed."""
+    return spec.home.folder / "benchmark.yaml"
+
+
+def benchmark_cases(spec: OperatorSpec, size: str) -> Iterator[Case]:
+    """The calls of an operator that are timed: ``benchmark.yaml``, each with its arguments in three sizes.
+
+    Args:
+        size: ``accelerator``, ``cpu``, or ``quick``: too small to say anything about speed.
+
+    Raises:
+        ValueError: the file is another operator's, or has no cases.
+    """
+    for case in _listed(spec, benchmark_file(spec))["cases"]:
+        for dtype in case["dtypes"]:
+            name = f"{spec.name}/{case['name']}"
+            yield Case(name, spec.overload, getattr(torch, dtype), _in_order(spec, case[size]))
+
+
+def _listed(spec: OperatorSpec, file: Path) -> Any:
+    import yaml
+
+    listed = yaml.safe_load(file.read_text(encoding="utf-8"))
+    if listed["operator"] != spec.name or not listed["cases"]:
+        raise ValueError(f"{file}: no cases of {spec.name}")
+    return listed
+
+
+def _in_order(spec: OperatorSpec, arguments: dict[str, Any]) -> dict[str, Any]:
+    names = [argument.name for argument in spec.overload._schema.arguments]
+    return {name: arguments[name] for name in names if name in arguments}
 
 
 def _tensor(
@@ -100,67 +143,22 @@ def _tensor(
 ) -> torch.Tensor:
     """A view of memory that is filled throughout, so that what lies between and beyond the elements is known too."""
     kind = default if dtype is None else getattr(torch, dtype)
-    laid_out = torch.empty(shape, device="meta").stride() if strides is None else tuple(strides)
-    reach = 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, laid_out, strict=True))
-    memory = _FILLS[values](offset + reach + _MARGIN, kind, generator(name))
-    memory = memory.to(device)
-    with torch._C._AutoDispatchBelowADInplaceOrView():  # a tensor of its own, no view
-        return memory.as_strided(shape, laid_out, offset)
+    strides_of = torch.empty(shape, device="meta").stride() if strides is None else tuple(strides)
+    reach = 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, strides_of, strict=True))
+    memory = FILLS[values](name, offset + reach + _MARGIN, kind)
+    return laid_out(memory.to(device), shape, strides_of, offset)
 
 
 _MARGIN = 5
 
 
-def generator(name: str) -> torch.Generator:
-    """Seeded by the name's digest: Python's own hash differs from process to process."""
-    return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big"))
+def copied(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A tensor in memory of its own on a device, what lies between and beyond its elements included."""
+    memory = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+    return laid_out(memory.to(device, copy=True), tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
 
-def _normal(size: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    if dtype.is_floating_point or dtype.is_complex:
-        wide = torch.complex128 if dtype.is_complex else torch.float64
-        return torch.randn(size, dtype=wide, generator=generator).to(dtype)
-    return torch.randint(0, 2 if dtype is torch.bool else 100, (size,), generator=generator).to(dtype)
-
-
-def _few(size: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    return torch.randint(0, 4, (size,), generator=generator).to(dtype)
-
-
-def _zeros(size: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    return torch.zeros(size, dtype=dtype)
-
-
-def _large(size: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    if dtype.is_floating_point:
-        return _normal(size, dtype, generator).sign() * torch.finfo(dtype).max
-    return torch.full((size,), torch.iinfo(dtype).max, dtype=dtype)
-
-
-def _special(size: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Not a number, infinities, the negative zero, the smallest number."""
-    few = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, torch.finfo(dtype).smallest_normal])
-    return few[torch.randint(0, len(few), (size,), generator=generator)].to(dtype)
-
-
-def _edges(size: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """As :func:`_special`, without what is not a number: there are many, and a conversion may give any."""
-    few = torch.tensor([float("inf"), -float("inf"), -0.0, torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max])
-    return few[torch.randint(0, len(few), (size,), generator=generator)].to(dtype)
-
-
-def _poison(size: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """What a result holds before it is written."""
-    pattern = 0x01 if dtype is torch.bool else 0xA5  # other bytes are no booleans
-    return torch.full((size * torch.empty(0, dtype=dtype).element_size(),), pattern, dtype=torch.uint8).view(dtype)
-
-
-_FILLS = {
-    "normal": _normal,
-    "few": _few,
-    "zeros": _zeros,
-    "large": _large,
-    "special": _special,
-    "edges": _edges,
-    "poison": _poison,
-}
+def laid_out(memory: torch.Tensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
+    """A tensor in some memory, which is no view of anything."""
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        return memory.as_strided(shape, strides, offset)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from twinkle.aten.arguments import Arguments
-from twinkle.aten.harness.cases import Case, cases
+from twinkle.aten.harness.cases import cases
 from twinkle.aten.harness.compare import difference, exact, shares_memory
 from twinkle.aten.harness.outcome import Outcome, started
 from twinkle.aten.harness.poison import PATTERNS, poisoned
@@ -15,21 +16,45 @@ from twinkle.aten.serving import Serving, level_missing
 from twinkle.aten.spec import OperatorSpec, Semantics
 
 
+@dataclass(frozen=True)
+class Known:
+    """A call of which it is known what it must give.
+
+    Attributes:
+        values: makes all arguments, on a device.
+        expected: the result, on the CPU.
+        truth: the same in fp64, of an operator that rounds in an order of its own; else None.
+    """
+
+    name: str
+    values: Callable[[str], list[Any]]
+    expected: Callable[[], Any]
+    truth: Callable[[], Any] = lambda: None
+
+
 def run(spec: OperatorSpec, profile: Profile) -> Outcome:
-    """Every case by every kernel that runs on the device, with everything that it allocates poisoned.
+    """Every case by every kernel that runs on the device, beside the reference."""
+    outcome = started(spec, "kernel", profile)
+    if outcome.not_run is None:
+        for each in filter(None, (spec, spec.companion)):
+            compare(outcome, each, profile, [by_reference(each, case.name, case.values) for case in cases(each)])
+    return outcome
+
+
+def by_reference(spec: OperatorSpec, name: str, values: Callable[[str], list[Any]]) -> Known:
+    """A call with what the operator's reference makes of it; one that rounds is judged beside PyTorch's own kernel."""
+    call, reference = Arguments(spec.overload).call, spec.home.load(spec.reference)
+    if Semantics.ROUNDS not in spec.semantics:
+        return Known(name, values, lambda: call(reference, values("cpu")))
+    return Known(name, values, lambda: call(spec.native, values("cpu")), lambda: call(reference, exact(values("cpu"))))
+
+
+def compare(outcome: Outcome, spec: OperatorSpec, profile: Profile, calls: Sequence[Known]) -> None:
+    """Every call that a kernel takes, by every kernel that runs on the device, with what it allocates poisoned.
 
     An element that isn't written keeps the poison and can't be right for all patterns. A result of an earlier call
     can't be right either: a case's seeds differ; and no result may lie in an earlier one's memory.
     """
-    outcome = started(spec, "kernel", profile)
-    if outcome.not_run is None:
-        for each in filter(None, (spec, spec.companion)):
-            _check(outcome, each, profile)
-    return outcome
-
-
-def _check(outcome: Outcome, spec: OperatorSpec, profile: Profile) -> None:
-    reference = spec.home.load(spec.reference)
     of = "" if spec.name == outcome.operator else f" of {spec.name}"
     for level in spec.kernels:
         missing = level_missing(level, profile.found)
@@ -38,35 +63,27 @@ def _check(outcome: Outcome, spec: OperatorSpec, profile: Profile) -> None:
             continue
         serving = Serving(spec, profile.found, level, routed=False)
         taken = 0
-        for case in cases(spec):
-            if serving.refusal(case.values(profile.device)) is not None:
+        for call in calls:
+            if serving.refusal(call.values(profile.device)) is not None:
                 continue
             taken += 1
             try:
-                expected, truth = _expected(spec, reference, case)
+                expected, truth = call.expected(), call.truth()
             except Exception as error:
-                outcome.check(f"{case.name}: the reference raised {type(error).__name__}: {error}", False)
+                outcome.check(f"{call.name}: the reference raised {type(error).__name__}: {error}", False)
                 continue
             earlier: list[Any] = []
             for pattern in PATTERNS:
-                values = case.values(profile.device)
+                values = call.values(profile.device)
                 try:
                     with poisoned(pattern):
                         result = serving.run(values)
                 except Exception as error:
-                    outcome.check(f"{level} {case.name}: the kernel raised {type(error).__name__}: {error}", False)
+                    outcome.check(f"{level} {call.name}: the kernel raised {type(error).__name__}: {error}", False)
                     break
-                outcome.check(f"{level} {case.name}", difference(spec, result, expected, values, truth))
+                outcome.check(f"{level} {call.name}", difference(spec, result, expected, values, truth))
                 again = any(shares_memory(result, other) for other in earlier)
-                outcome.check(f"{level} {case.name}: lies in the memory of an earlier result", not again)
+                outcome.check(f"{level} {call.name}: lies in the memory of an earlier result", not again)
                 earlier.append(result)
-        outcome.check(f"{level}: the kernel takes none of the cases", taken > 0)
+        outcome.check(f"{level}{of}: the kernel takes none of the cases", taken > 0)
         outcome.facts[f"{level}{of}"] = f"{taken} cases"
-
-
-def _expected(spec: OperatorSpec, reference: Callable[..., Any], case: Case) -> tuple[Any, Any]:
-    """What a result is compared with: the reference's; or PyTorch's own, and the reference's in fp64."""
-    arguments = Arguments(spec.overload)
-    if Semantics.ROUNDS not in spec.semantics:
-        return arguments.call(reference, case.values()), None
-    return arguments.call(spec.native, case.values()), arguments.call(reference, exact(case.values()))

@@ -35,7 +35,7 @@ def level(name: str, module: str, file: str) -> Callable[[str | Profile], dict[s
         return LEVELS[name](spec, profile(on) if isinstance(on, str) else on).to_dict()
 
     if module == "__main__":
-        raise SystemExit(_show([run(name) for name in sys.argv[1:] or ["cpu"]]))
+        raise SystemExit(show([run(name) for name in sys.argv[1:] or ["cpu"]]))
     return run
 
 
@@ -44,14 +44,14 @@ def example(module: str, file: str) -> Callable[[str], int]:
 
     def main(on: str) -> int:
         spec = spec_beside(module, Path(file).resolve().parent)
-        return _show([run(spec, profile(on)).to_dict() for run in LEVELS.values()])
+        return show([run(spec, profile(on)).to_dict() for run in LEVELS.values()])
 
     if module == "__main__":
         raise SystemExit(main(*sys.argv[1:] or ["cpu"]))
     return main
 
 
-def _show(outcomes: Sequence[dict[str, Any]]) -> int:
+def show(outcomes: Sequence[dict[str, Any]]) -> int:
     """Prints one table and what went wrong; the exit code is 1 for a failure, 3 when nothing was run."""
     print(plain(as_table(outcomes, width_of_terminal())))
     return exit_code(outcomes)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from twinkle.aten.harness.cases import generator
 from twinkle.aten.harness.compare import difference, exact, memory_of, same_bits, shares_memory, too_far
+from twinkle.aten.harness.fills import normal
 from twinkle.aten.spec import OperatorSpec, Semantics
 
 
@@ -74,12 +74,17 @@ class Call:
         try:
             seen.result = function(self.arguments)
             seen.written = [_version(tensor) - version for tensor, version in zip(tensors, before, strict=True)]
-            seen.aliases = [_alias(seen.result, tensor) for tensor in tensors]
-            if self.leaves and _requires_grad(seen.result):
-                seen.result.backward(_cotangent(self.name, seen.result, self.rounded))
-                seen.gradients = [leaf.grad for leaf in self.leaves]
         except Exception as error:
             seen.error = type(error)
+            return seen
+        seen.aliases = [_alias(seen.result, tensor) for tensor in tensors]
+        if self.leaves and _requires_grad(seen.result):
+            cotangent = _cotangent(self.name, seen.result, self.rounded)
+            try:
+                seen.result.backward(cotangent)
+                seen.gradients = [leaf.grad for leaf in self.leaves]
+            except Exception as error:
+                seen.error = type(error)
         return seen
 
 
@@ -163,7 +168,7 @@ def _share_version(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _cotangent(name: str, result: torch.Tensor, rounded: torch.dtype | None) -> torch.Tensor:
     """The gradient to start from, with its dimensions in memory the other way round than usual."""
-    made = torch.randn(result.shape[::-1], dtype=torch.float64, generator=generator(f"{name}/cotangent"))
+    made = normal(f"{name}/cotangent", result.numel(), torch.float64).view(result.shape[::-1])
     made = made.permute(tuple(range(made.dim()))[::-1]).to(rounded or result.dtype)
     return made.to(device=result.device, dtype=result.dtype)
 

@@ -79,7 +79,7 @@ def matrix(
     chip: Profile, stages: Sequence[str], operators: Sequence[str] = ()
 ) -> dict[tuple[str, str], dict[str, str]]:
     """(operator, mode) -> what became of each stage; of all operators when none is named."""
-    ways = [(name, mode) for name in operators or catalog.names() for mode in MODES]
+    ways = [(name, mode) for name in catalog.chosen(operators) for mode in MODES]
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # each only waits for its process
         found = [pool.submit(way_in, name, mode, chip, stages) for name, mode in ways]
     return {way: future.result() for way, future in zip(ways, found, strict=True)}
@@ -88,7 +88,7 @@ def matrix(
 def together(chip: Profile) -> Outcome:
     """All operators at once in a model on a device."""
     outcome = Outcome("all", "framework", chip.device)
-    specs = [catalog.operator(name) for name in catalog.names()]
+    specs = [catalog.operator(name) for name in catalog.chosen()]
     framework_level.compare(outcome, [spec for spec in specs if spec.by_design is None], chip)
     return outcome
 

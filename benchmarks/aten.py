@@ -1,0 +1,61 @@
+"""ATen operators by their own kernels, by PyTorch's and by FlagGems: ``python -m benchmarks.aten --json FILE``.
+
+The calls are those of each operator's ``benchmark.yaml``; see :mod:`twinkle.bench.aten`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from benchmarks.program import arguments, device_option, finish, progress, start
+from twinkle.aten import catalog
+from twinkle.bench.aten import NATIVE, measure, size_for, wins
+from twinkle.bench.clocks import ceilings
+from twinkle.bench.results import Run, medians, significant
+from twinkle.layout import EMPTY_LINE, Block, paragraph, plain, table, width_of_terminal
+from twinkle.platforms import platform_of
+
+
+def report(run: Run, width: int) -> Iterator[Block]:
+    """A line per case, a column per candidate in microseconds; then where ours is faster, and who was not timed."""
+    found = medians(run.results)
+    everyone = list(dict.fromkeys(row.who for rows in found.values() for row in rows.values()))
+    lines = []
+    for (case, shape, dtype), rows in found.items():
+        times = [significant(rows[who].ms["p50"] * 1e3) if who in rows else "-" for who in everyone]
+        lines.append((case.removeprefix("aten/"), shape, dtype, *times))
+    yield from table(("microseconds", "shape", "dtype", *everyone), lines, width, numbers=everyone)
+    faster = wins(run.results)
+    yield EMPTY_LINE
+    text = f"faster than {NATIVE} by more than the noise: {', '.join(faster) or 'none'}"
+    yield Block(paragraph(text, width))
+    notes = dict.fromkeys(f"{row.who}: {row.note}" for row in run.results if not row.ms)
+    yield from (Block(paragraph(note, width)) for note in notes)
+
+
+def main(argv: list[str] | None = None) -> Run:
+    """Runs the program; returns what it measured."""
+    parser = arguments("aten", "Times ATen operators by their own kernels against PyTorch's.")
+    device_option(parser)
+    parser.add_argument("--op", choices=catalog.names(), action="append", help="only this operator; may be repeated")
+    parser.add_argument("--rounds", type=int, default=40, help="samples of each candidate at most (default: 40)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="for the rounds of one case (default: 2)")
+    options = parser.parse_args(argv)
+    device = start(options)
+    platform = platform_of(device.type)
+    if platform is None:
+        parser.error(f"no platform of the device {device} on this machine")
+    rounds, size = (3, "quick") if options.quick else (options.rounds, size_for(device))
+    settings = {"size": size, "rounds": rounds, "seconds": options.seconds}
+    run = Run("aten", device, settings, ceilings(device, options.quick))
+    logging.getLogger("twinkle.aten").setLevel(logging.ERROR)  # what a registration warns of ends with the sample
+    specs = [catalog.operator(name) for name in catalog.chosen(options.op or ())]
+    for number, spec in enumerate(specs):
+        progress(number, len(specs), spec.name)
+        run.results += measure(spec, platform, **settings)
+    return finish(run, options, plain(report(run, width_of_terminal())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""ATen operators by their own kernels and by PyTorch's, on the calls of each operator's ``benchmark.yaml``.
+
+``python -m benchmarks.aten`` shows it; ``twinkle.aten.install("auto")`` goes by it.
+
+The candidates of a case: ``native``; our kernel as users get it, registered, named by what it is written in
+(``triton``, ``torch``); the same ``direct``, without PyTorch's dispatcher; and ``flag_gems``, where it can be imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from twinkle.aten.harness.cases import Case, benchmark_cases, benchmark_file
+from twinkle.aten.harness.compare import difference, exact, shares_memory
+from twinkle.aten.serving import Serving
+from twinkle.aten.spec import OperatorSpec, Semantics
+from twinkle.bench.clocks import Call, clock_for, host_clock_for, interleaved
+from twinkle.bench.results import EVERYBODY, Result, percentiles
+from twinkle.platforms import Platform
+from twinkle.reasons import Reason
+
+NATIVE = "native"
+PEER = "flag_gems"
+
+
+def size_for(device: torch.device) -> str:
+    """Which of the sizes in ``benchmark.yaml`` says something about speed there."""
+    return "cpu" if device.type == "cpu" else "accelerator"
+
+
+def measure(
+    spec: OperatorSpec, platform: Platform, *, size: str, rounds: int, seconds: float, peer: bool = True
+) -> Iterator[Result]:
+    """The rows of all cases of an operator; a candidate that isn't timed has one with the reason.
+
+    Args:
+        platform: one that this machine has; its current device is measured.
+        size: see :func:`twinkle.aten.harness.cases.benchmark_cases`.
+        rounds: samples of each candidate, at most.
+        seconds: about how long the rounds of one case may take, for all candidates together.
+        peer: whether FlagGems takes part.
+
+    Raises:
+        RegistrationError: the operator can't be registered here.
+    """
+    why_not = (
+        f"there is no {benchmark_file(spec).name}" if spec.by_design is None else "it is not registered, by design"
+    )
+    if spec.by_design is not None or not benchmark_file(spec).exists():
+        yield Result(f"aten/{spec.name}", EVERYBODY, "-", "-", note=why_not)
+        return
+    cases = zip(benchmark_cases(spec, size), benchmark_cases(spec, "quick"), strict=True)
+    for case, small in cases:
+        try:
+            yield from _Timed(spec, platform, case, small).rows(rounds, seconds, peer)
+        except torch.OutOfMemoryError:
+            dtype = str(case.dtype).removeprefix("torch.")
+            yield Result(f"aten/{case.name}", EVERYBODY, "-", dtype, note="the device's memory is too small for it")
+
+
+def wins(rows: list[Result]) -> list[str]:
+    """The cases in which our kernel, registered, is faster than native by more than the noise: p80 against p20."""
+    native = {(r.case, r.dtype): r.ms["p20"] for r in rows if r.ms and r.who == NATIVE}
+    ours = [r for r in rows if r.ms and r.who in ("triton", "torch")]
+    return [f"{r.case} {r.dtype}" for r in ours if r.ms and r.ms["p80"] < native[r.case, r.dtype]]
+
+
+class _Timed:
+    """One case in one dtype."""
+
+    def __init__(self, spec: OperatorSpec, platform: Platform, case: Case, small: Case) -> None:
+        self.spec, self.platform, self.case, self.small = spec, platform, case, small
+        self.device = torch.device(platform.device_type)
+        self.serving = Serving(spec, platform)
+        self.values = case.values(self.device)
+
+    def _operator(self, values: list[Any], function: Any = None) -> Call:
+        """The call with its arguments bound, so that nothing but the call is timed."""
+        return self.serving.arguments.call(functools.partial(functools.partial, function or self.spec.overload), values)
+
+    def _registered(self) -> AbstractContextManager[Any]:
+        return self.spec.register_a1(platform=self.platform.name)
+
+    @torch.no_grad()
+    def rows(self, rounds: int, seconds: float, peer: bool) -> Iterator[Result]:
+        """See :func:`measure`."""
+        level = self.serving.level
+        call = self._operator(self.values)
+        calls: dict[str, Call] = {NATIVE: call}
+        problem = self._problem()
+        if problem is not None:
+            yield self._row(level, note=problem)
+        else:
+            direct = self._operator(self.values, self.serving.function)
+            calls |= {level: call, f"{level}, direct": direct}
+        limits: dict[str, Any] = {"rounds": rounds, "seconds": seconds / (1 if self.device.type == "cpu" else 2)}
+        yield from self._timed(calls, {level: self._registered}, limits)
+        if peer:
+            gems = _flag_gems()
+            if isinstance(gems, Reason):
+                yield self._row(PEER, note=str(gems))
+                return
+            try:
+                with gems():  # it registers a thousand operators: once, not for each sample
+                    found = list(self._timed({PEER: call}, {}, limits))
+            except Exception as error:
+                found = [self._row(PEER, note=str(Reason.of_error(error, "failed", "calling it")))]
+            yield from found
+
+    def _timed(self, calls: dict[str, Call], within: dict[str, Any], limits: dict[str, Any]) -> Iterator[Result]:
+        samples = interleaved(calls, clock_for(self.device), within=within, **limits)
+        host_clock = host_clock_for(self.device)
+        host = {} if host_clock is None else interleaved(calls, host_clock, within=within, **limits)
+        figures = {"traffic_mb": self._traffic_mb()}
+        for who, ms in samples.items():
+            fields: dict[str, Any] = {"ms": percentiles(ms), "samples": len(ms), "figures": figures}
+            if who in host:
+                fields["host_us"] = percentiles([one * 1e3 for one in host[who]])
+            yield self._row(who, **fields)
+
+    def _problem(self) -> str | None:
+        """Why our kernel isn't timed: it doesn't take the call, or computes something else."""
+        refused = self.serving.refusal(self.values)
+        if refused is not None:
+            return f"native serves it: {refused}"
+        # Where there isn't one right result, a small call is looked at: judging needs much memory.
+        judged = self.spec.judge is not None or Semantics.ROUNDS in self.spec.semantics
+        case = self.small if judged else self.case
+        ours, theirs = case.values(self.device), case.values(self.device)
+        with self.spec.register_a1(platform=self.platform.name) as registration:
+            result = self._operator(ours)()
+        if registration.counts.kernel != 1:
+            return f"native serves it: {', '.join(registration.counts.fallbacks)}"
+        expected = self._operator(theirs)()
+        if Semantics.ALLOCATES not in self.spec.semantics and _same(result, expected):  # on the device, which is fast
+            return None
+        truth = None
+        if Semantics.ROUNDS in self.spec.semantics:
+            reference = self.spec.home.load(self.spec.reference)
+            truth = self.serving.arguments.call(reference, exact(case.values()))
+        wrong = difference(self.spec, result, expected, ours, truth)
+        return None if wrong is None else f"wrong result: {wrong}"
+
+    def _traffic_mb(self) -> float:
+        """Every element of an input read once, every element of the result written once."""
+        if Semantics.ALLOCATES in self.spec.semantics:
+            return 0.0
+        written = self.values[0] if Semantics.IN_PLACE in self.spec.semantics else self._operator(self.values)()
+        read = [value for value in self.values if value is not written]
+        if isinstance(written, torch.Tensor) and any(shares_memory(written, value) for value in read):
+            return 0.0
+        moved = [written, *read]
+        tensors = [value for value in moved if isinstance(value, torch.Tensor)]
+        return round(sum(_distinct(t) * t.element_size() for t in tensors) / 1e6, 3)
+
+    def _row(self, who: str, **fields: Any) -> Result:
+        shape = "x".join(map(str, next(v.shape if isinstance(v, torch.Tensor) else v for v in self.values)))
+        return Result(f"aten/{self.case.name}", who, shape or "scalar", str(self.case.dtype).split(".")[1], **fields)
+
+
+def _same(result: Any, expected: Any) -> bool:
+    if not isinstance(result, torch.Tensor):
+        return False
+    return result.dtype == expected.dtype and result.stride() == expected.stride() and torch.equal(result, expected)
+
+
+def _distinct(tensor: torch.Tensor) -> int:
+    """Of an expanded tensor, how many elements there are in memory."""
+    count = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        count *= size if stride else 1
+    return count
+
+
+@functools.cache
+def _flag_gems() -> Callable[[], AbstractContextManager[Any]] | Reason:
+    if importlib.util.find_spec(PEER) is None:
+        return Reason("no-package", f"the package {PEER} is not installed")
+    try:
+        return importlib.import_module(PEER).use_gems
+    except Exception as error:  # it asks for its device when it is imported
+        return Reason.of_error(error, "broken-package", f"importing {PEER}")

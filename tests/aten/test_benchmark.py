@@ -1,0 +1,246 @@
+"""The calls that are timed, what is timed of them, and what ``install("auto")`` makes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.aten.conftest import INTERPRETED, SIMULATED
+from tests.aten.uses import USES
+from twinkle.aten import Home, Profile, RegistrationError, catalog, install
+from twinkle.aten.harness.cases import benchmark_cases
+from twinkle.aten.registration import active
+from twinkle.aten.serving import Serving
+from twinkle.aten.spec import OperatorSpec
+from twinkle.bench import aten, clocks
+from twinkle.bench.aten import NATIVE, PEER, measure, wins
+from twinkle.bench.results import Result
+
+TOGETHER = {name for name in USES if catalog.operator(name).caution is None}
+SIZES = ("accelerator", "cpu", "quick")
+BRIEF: dict[str, Any] = {"size": "quick", "rounds": 3, "seconds": 0.1, "peer": False}
+
+
+interpreted_takes_long = pytest.mark.skipif(INTERPRETED, reason="who is slow is the same, and takes longer")
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulated device has no events: its work is done when a call returns."""
+    if SIMULATED:
+        monkeypatch.setattr(aten, "clock_for", lambda device: clocks.CpuClock())
+        monkeypatch.setattr(aten, "host_clock_for", lambda device: None)
+
+
+# --- the calls --------------------------------------------------------------------------------------------------------
+
+
+def test_every_operator_has_calls_in_three_sizes(registrable: OperatorSpec) -> None:
+    spec = registrable
+    listed = {size: list(benchmark_cases(spec, size)) for size in SIZES}
+    kinds = [[(case.name, case.dtype, list(case.described)) for case in cases] for cases in listed.values()]
+    assert kinds[0] == kinds[1] == kinds[2]
+    assert len({(name, dtype) for name, dtype, _ in kinds[0]}) == len(kinds[0]) >= 2
+    assert any(case.name.endswith("/small") for case in listed["quick"]), "what does a call cost at least?"
+
+
+def test_the_kernels_take_them(registrable: OperatorSpec, chip: Profile) -> None:
+    """Each of them is taken by one of the operator's kernels; a layout is the same in all sizes."""
+    for size in ("cpu", "quick"):
+        for case in benchmark_cases(registrable, size):
+            refusals = [
+                Serving(registrable, chip.found, level).refusal(case.values(chip.device))
+                for level in registrable.kernels
+            ]
+            assert None in refusals, (case.name, refusals)
+
+
+# --- what is timed ----------------------------------------------------------------------------------------------------
+
+
+def test_native_and_ours_in_turns(clone: OperatorSpec, chip: Profile) -> None:
+    rows = {row.who: row for row in measure(clone, chip.found, **BRIEF) if row.case == "aten/clone/small"}
+    level = Serving(clone, chip.found).level
+    assert list(rows) == [NATIVE, level, f"{level}, direct"]
+    assert all(row.ms and row.samples == 3 and row.figures["traffic_mb"] == 0.001 for row in rows.values())
+    assert active() == []
+
+
+def test_a_sample_of_ours_is_taken_while_it_is_registered_and_no_other(
+    clone: OperatorSpec, chip: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, bool]] = []
+    right = clocks.interleaved
+
+    def watched(calls: dict[str, clocks.Call], *args: Any, **options: Any) -> Any:
+        def watch(who: str, call: clocks.Call) -> clocks.Call:
+            return lambda: (seen.append((who, bool(active()))), call())[1]
+
+        return right({who: watch(who, call) for who, call in calls.items()}, *args, **options)
+
+    monkeypatch.setattr(aten, "interleaved", watched)
+    list(measure(clone, chip.found, **BRIEF))
+    assert {who for who, _ in seen} == {
+        NATIVE,
+        *(f"{Serving(clone, chip.found).level}{end}" for end in ("", ", direct")),
+    }
+    assert all(registered is (who in ("torch", "triton")) for who, registered in seen)
+
+
+def test_what_holds_while_a_call_is_timed_is_not_timed() -> None:
+    order: list[str] = []
+
+    @contextlib.contextmanager
+    def slow() -> Iterator[None]:
+        time.sleep(0.01)
+        order.append("in")
+        yield
+        order.append("out")
+
+    calls: dict[str, clocks.Call] = {"a": lambda: order.append("a"), "b": lambda: order.append("b")}
+    clock = clocks.CpuClock(shortest_s=0)
+    samples = clocks.interleaved(calls, clock, rounds=3, seconds=0, warm_up=1, within={"a": slow})
+    assert max(samples["a"]) < 5
+    text = " ".join(order)
+    assert text.count("in a out") == 3 and text.count("in a a out") == 1, (
+        "three rounds; a warm-up and how long it takes"
+    )
+
+
+def test_on_an_accelerator_the_host_is_timed_too(
+    clone: OperatorSpec, chip: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aten, "host_clock_for", clocks.SubmitClock)
+    monkeypatch.setattr(aten, "clock_for", lambda device: clocks.CpuClock())
+    assert all(row.host_us and row.ms for row in measure(clone, chip.found, **BRIEF))
+
+
+def test_a_wrong_kernel_is_not_timed(clone: OperatorSpec, chip: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    level = Serving(clone, chip.found).level
+    module = __import__(f"ops.clone.kernel.{level}_level", fromlist=["*"])
+    monkeypatch.setattr(module, f"clone_{level}", lambda x, memory_format: torch.zeros_like(x))
+    rows = [row for row in measure(clone, chip.found, **BRIEF) if row.who != NATIVE]
+    assert rows and all(row.ms is None and "wrong result: " in row.note for row in rows)
+
+
+def test_an_operator_without_calls_has_a_row_that_says_so(clone: OperatorSpec, chip: Profile, tmp_path: Any) -> None:
+    (row,) = measure(replace(clone, home=Home("ops.clone", tmp_path)), chip.found, **BRIEF)
+    assert (row.ms, row.note) == (None, "there is no benchmark.yaml")
+
+
+def test_too_little_memory_is_a_row(clone: OperatorSpec, chip: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(aten._Timed, "_problem", full)
+    assert {row.note for row in measure(clone, chip.found, **BRIEF)} == {"the device's memory is too small for it"}
+
+
+def test_a_peer_that_cannot_run_is_a_row(clone: OperatorSpec, chip: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def broken() -> Iterator[None]:
+        raise RuntimeError("no device of its own")
+        yield
+
+    gems: Callable[[], Any] = lambda: broken  # noqa: E731
+    monkeypatch.setattr(aten, "_flag_gems", gems)
+    rows = [row for row in measure(clone, chip.found, **{**BRIEF, "peer": True}) if row.who == PEER]
+    assert {row.note for row in rows} == {"calling it raised RuntimeError: no device of its own"}
+    monkeypatch.setattr(aten, "_flag_gems", lambda: contextlib.nullcontext)
+    rows = [row for row in measure(clone, chip.found, **{**BRIEF, "peer": True}) if row.who == PEER]
+    assert rows and all(row.ms for row in rows)
+
+
+def test_who_wins_by_more_than_the_noise() -> None:
+    def row(who: str, p20: float, p80: float, case: str = "aten/clone/small") -> Result:
+        return Result(case, who, "64", "float32", {"p20": p20, "p50": (p20 + p80) / 2, "p80": p80}, samples=3)
+
+    assert wins([row(NATIVE, 2, 3), row("triton", 1, 1.9)]) == ["aten/clone/small float32"]
+    assert wins([row(NATIVE, 2, 3), row("triton", 1, 2.1)]) == []
+    assert wins([row(NATIVE, 2, 3), row("triton, direct", 1, 1)]) == [], "it isn't what users get"
+    assert wins([row(NATIVE, 2, 3), Result("aten/clone/small", "torch", "64", "float32", note="refused")]) == []
+
+
+# --- install("auto") --------------------------------------------------------------------------------------------------
+
+
+class Told:
+    """A clock that says who is fast: whoever is called while one of some operators is registered."""
+
+    def __init__(self, fast: set[str]) -> None:
+        self.fast = fast
+
+    def repeats(self, call: clocks.Call) -> int:
+        return 1
+
+    def start(self, call: clocks.Call, repeats: int) -> Callable[[], float]:
+        call()
+        ms = 1.0 if {registration.operator for registration in active()} & self.fast else 2.0
+        return lambda: ms
+
+    def wait(self) -> None:
+        pass
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aten, "size_for", lambda device: "quick")
+
+
+@interpreted_takes_long
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("fast", [{"clone", "dropout"}, set()])
+def test_auto_installs_what_wins_somewhere(fast: set[str], chip: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aten, "clock_for", lambda device: Told(fast))
+    monkeypatch.setattr(aten, "host_clock_for", lambda device: None)
+    with install("auto", platform=chip.platform) as installed:
+        assert set(installed.registrations) == fast
+        assert set(installed.left_out) == TOGETHER - fast
+        assert all("faster than PyTorch's on none of" in str(why) for why in installed.left_out.values())
+        assert {registration.operator for registration in active()} == fast
+        shown = repr(installed)
+    assert active() == [] and shown.startswith(f"<Installation of {', '.join(sorted(fast)) or 'nothing'}; left out: ")
+
+
+@interpreted_takes_long
+@pytest.mark.usefixtures("quick")
+def test_auto_measures_this_machine(chip: Profile) -> None:
+    with install("auto", platform=chip.platform) as installed:
+        assert {*installed.registrations, *installed.left_out} == TOGETHER
+
+
+@interpreted_takes_long
+@pytest.mark.usefixtures("quick")
+def test_auto_leaves_out_what_is_wrong_or_has_no_calls(
+    chip: Profile, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setattr(aten, "clock_for", lambda device: Told(set(catalog.names())))
+    monkeypatch.setattr(aten, "host_clock_for", lambda device: None)
+    right = catalog.operator
+    unlisted = replace(right("clone"), home=Home("ops.clone", tmp_path))
+    monkeypatch.setattr(catalog, "operator", lambda name: unlisted if name == "clone" else right(name))
+    with install("auto", platform=chip.platform) as installed:
+        assert list(installed.left_out) == ["clone"]
+        assert "there is no benchmark.yaml" in str(installed.left_out["clone"])
+
+
+def test_auto_on_a_platform_that_is_not_here() -> None:
+    with pytest.raises(RegistrationError, match="no kunlunxin .cuda. on this machine: the package torch_xmlir"):
+        install("auto", platform="kunlunxin")
+    with pytest.raises(RegistrationError, match="unknown platform 'cpv'.*did you mean 'cpu'"):
+        install("auto", platform="cpv")
+    assert active() == []
+
+
+def test_auto_without_the_package_for_the_lists(chip: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(RegistrationError, match=r"PyYAML is not installed \(pip install 'twinkle-kernel\[aten\]'\)"):
+        install("auto", platform=chip.platform)
