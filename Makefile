@@ -23,7 +23,8 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv demo test test-interpreter test-aten test-aten-long test-cookbook test-slow lint types coverage clean distclean
+.PHONY: help venv demo test test-interpreter test-aten test-aten-long test-cookbook test-slow ops-packaging unit-tests \
+    docs-and-syntax lint types coverage clean distclean
 
 help:
 	@echo "make demo              set up (first call), then train a small Qwen3 with and without kernels and compare"
@@ -33,6 +34,9 @@ help:
 	@echo "make test-aten-long    many random calls of every ATen operator, compared with PyTorch's own"
 	@echo "make test-cookbook     the training scripts: tiny models in two processes on the CPU"
 	@echo "make test-slow         the tests that 'make test' leaves out: whole models through interpreted kernels, families in use"
+	@echo "make ops-packaging     both ways to every ATen operator: import, registration, execution, each in a fresh process"
+	@echo "make unit-tests        the quick tests: registries, command line, keys and registrations of the ATen level"
+	@echo "make docs-and-syntax   links and anchors, files that can be read, operators that have all their pieces"
 	@echo "make lint              ruff"
 	@echo "make types             mypy"
 	@echo "make coverage          HTML pages of the coverage that the last 'make test' measured"
@@ -121,6 +125,16 @@ test-aten-long: $(TEST_STAMP)
 # The scripts start processes of their own, each with its threads.
 test-cookbook: $(TEST_STAMP)
 	@OMP_NUM_THREADS=1 $(PY) -m pytest tests/cookbook
+
+ops-packaging: $(TEST_STAMP)
+	@$(PY) ops/test_packaging.py --imports-only
+	@OMP_NUM_THREADS=1 $(PY) ops/test_packaging.py
+
+unit-tests: $(TEST_STAMP)
+	@$(PYTEST) tests/unit tests/aten/test_keys.py tests/aten/test_registration.py tests/aten/test_profiles.py -m "not slow"
+
+docs-and-syntax: $(TEST_STAMP)
+	@$(PYTEST) tests/docs/test_docs_and_syntax.py
 
 # Whole models through interpreted Triton kernels; every family copied, adapted, compiled, hooked, in parallel.
 test-slow: $(TEST_STAMP)

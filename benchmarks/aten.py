@@ -5,6 +5,7 @@ The calls are those of each operator's ``benchmark.yaml``; see :mod:`twinkle.ben
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 from benchmarks.program import arguments, device_option, finish, progress, start
@@ -48,6 +49,7 @@ def main(argv: list[str] | None = None) -> Run:
     rounds, size = (3, "quick") if options.quick else (options.rounds, size_for(device))
     settings = {"size": size, "rounds": rounds, "seconds": options.seconds}
     run = Run("aten", device, settings, ceilings(device, options.quick))
+    logging.getLogger("twinkle.aten").setLevel(logging.ERROR)  # what a registration warns of ends with the sample
     specs = [catalog.operator(name) for name in catalog.chosen(options.op or ())]
     for number, spec in enumerate(specs):
         progress(number, len(specs), spec.name)

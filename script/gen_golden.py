@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from twinkle.aten import RegistrationError, catalog
-from twinkle.aten.harness.golden import DATA, GoldenError, generate
+from twinkle.aten.harness.golden import DATA, GoldenError, generate, parts
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -18,7 +18,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--write-index", action="store_true", help="the digests of what was made become the index")
     options = parser.parse_args(argv)
     try:
-        specs = [catalog.operator(name) for name in catalog.chosen(options.operators)]
+        specs = [part for name in catalog.chosen(options.operators) for part in parts(catalog.operator(name))]
     except RegistrationError as error:
         parser.error(str(error))
     code = 0

@@ -3,8 +3,7 @@
 import torch
 
 from twinkle.aten import Condition, Home, Kernel, OperatorSpec, Semantics
-from twinkle.aten.conditions import tensor
-from twinkle.aten.strided import is_dense
+from twinkle.aten.conditions import dense, tensor
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -15,14 +14,7 @@ SPEC = OperatorSpec(
     kernels={
         "triton": Kernel(
             "kernel.triton_level:dropout_triton",
-            (
-                Condition(
-                    "dense",
-                    "the elements of input lie side by side, in any order",
-                    lambda input, p, train: is_dense(input.shape, input.stride()),
-                    lambda device: (torch.ones(6, device=device)[::2], 0.5, True),
-                ),
-            ),
+            (dense(0, "input", lambda t: (t, 0.5, True)),),
             with_pullback="kernel.triton_level:dropout_triton_with_pullback",
         ),
         "torch": Kernel(
@@ -52,6 +44,7 @@ SPEC = OperatorSpec(
     ),
     reference="reference:dropout_reference",
     judge="reference:judge",
+    model={"attention_dropout": 0.1, "attn_implementation": "eager"},
 )
 dropout_aten = SPEC.aten
 register_a1 = SPEC.register_a1

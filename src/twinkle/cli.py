@@ -327,6 +327,29 @@ def ops_list(json: Json = False) -> None:
     _run(list_operators, as_json=json)
 
 
+@ops_app.command("new")
+def ops_new(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The operator's, without aten::.", show_default=False)],
+    schema: Annotated[
+        str | None,
+        typer.Option("--schema", help="As PyTorch prints it; needed where there are several.", show_default=False),
+    ] = None,
+    folder: Annotated[str, typer.Option("--folder", help="That of the operators.")] = "ops",
+) -> None:
+    """Makes the package of a new operator, which passes its checks at once.
+
+    Its kernel is PyTorch's own decomposition of the operator, until you write
+    another. The operator is added to pyproject.toml.
+
+    [bold]Examples[/]
+      twinkle-kernel ops new silu
+      twinkle-kernel ops new mish --schema "mish(Tensor self) -> Tensor"
+    """
+    from twinkle.commands.ops import new
+
+    _run(new, name, schema=schema, folder=folder)
+
+
 @ops_app.command("run")
 def ops_run(
     operators: Annotated[

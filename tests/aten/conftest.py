@@ -47,8 +47,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "spec" in metafunc.fixturenames:
-        metafunc.parametrize("spec", [catalog.operator(name) for name in catalog.names()], ids=catalog.names())
+    every = [catalog.operator(name) for name in catalog.names()]
+    registrable = [spec for spec in every if spec.by_design is None]
+    for name, specs in (("spec", every), ("registrable", registrable)):
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, specs, ids=[spec.name for spec in specs])
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.aten.conftest import INTERPRETED, SIMULATED
+from tests.aten.uses import USES
 from twinkle.aten import Home, Profile, RegistrationError, catalog, install
 from twinkle.aten.harness.cases import benchmark_cases
 from twinkle.aten.registration import active
@@ -21,6 +22,7 @@ from twinkle.bench import aten, clocks
 from twinkle.bench.aten import NATIVE, PEER, measure, wins
 from twinkle.bench.results import Result
 
+TOGETHER = {name for name in USES if catalog.operator(name).caution is None}
 SIZES = ("accelerator", "cpu", "quick")
 BRIEF: dict[str, Any] = {"size": "quick", "rounds": 3, "seconds": 0.1, "peer": False}
 
@@ -39,7 +41,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the calls --------------------------------------------------------------------------------------------------------
 
 
-def test_every_operator_has_calls_in_three_sizes(spec: OperatorSpec) -> None:
+def test_every_operator_has_calls_in_three_sizes(registrable: OperatorSpec) -> None:
+    spec = registrable
     listed = {size: list(benchmark_cases(spec, size)) for size in SIZES}
     kinds = [[(case.name, case.dtype, list(case.described)) for case in cases] for cases in listed.values()]
     assert kinds[0] == kinds[1] == kinds[2]
@@ -47,11 +50,14 @@ def test_every_operator_has_calls_in_three_sizes(spec: OperatorSpec) -> None:
     assert any(case.name.endswith("/small") for case in listed["quick"]), "what does a call cost at least?"
 
 
-def test_the_kernels_take_them(spec: OperatorSpec, chip: Profile) -> None:
+def test_the_kernels_take_them(registrable: OperatorSpec, chip: Profile) -> None:
     """Each of them is taken by one of the operator's kernels; a layout is the same in all sizes."""
     for size in ("cpu", "quick"):
-        for case in benchmark_cases(spec, size):
-            refusals = [Serving(spec, chip.found, level).refusal(case.values(chip.device)) for level in spec.kernels]
+        for case in benchmark_cases(registrable, size):
+            refusals = [
+                Serving(registrable, chip.found, level).refusal(case.values(chip.device))
+                for level in registrable.kernels
+            ]
             assert None in refusals, (case.name, refusals)
 
 
@@ -195,7 +201,7 @@ def test_auto_installs_what_wins_somewhere(fast: set[str], chip: Profile, monkey
     monkeypatch.setattr(aten, "host_clock_for", lambda device: None)
     with install("auto", platform=chip.platform) as installed:
         assert set(installed.registrations) == fast
-        assert set(installed.left_out) == set(catalog.names()) - fast
+        assert set(installed.left_out) == TOGETHER - fast
         assert all("faster than PyTorch's on none of" in str(why) for why in installed.left_out.values())
         assert {registration.operator for registration in active()} == fast
         shown = repr(installed)
@@ -206,7 +212,7 @@ def test_auto_installs_what_wins_somewhere(fast: set[str], chip: Profile, monkey
 @pytest.mark.usefixtures("quick")
 def test_auto_measures_this_machine(chip: Profile) -> None:
     with install("auto", platform=chip.platform) as installed:
-        assert sorted([*installed.registrations, *installed.left_out]) == catalog.names()
+        assert {*installed.registrations, *installed.left_out} == TOGETHER
 
 
 @interpreted_takes_long

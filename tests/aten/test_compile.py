@@ -23,7 +23,7 @@ def fresh_compiler():
 
 
 def test_every_operator_is_in_the_table() -> None:
-    assert sorted(CALLS) == catalog.names()
+    assert sorted(CALLS) == sorted(USES)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -38,7 +38,11 @@ def test_compiled_code(name: str, backend: str, chip: Profile, caplog: pytest.Lo
     spec = catalog.operator(name)
     registration = spec.register_a1(platform=chip.platform)
     assert not registration.counts.compiled
-    compiled = torch.compile(work, backend=backend, fullgraph=True)
+    compiled = torch.compile(work, backend=backend)
+    if CALLS[name][backend] is None:
+        with registration, pytest.raises(Exception, match="already associated to a python object"):
+            compiled(x)
+        return
     results = [compiled(x)]
     before = registration.counts.kernel
     results.append(compiled(x))
@@ -53,7 +57,8 @@ def test_compiled_code(name: str, backend: str, chip: Profile, caplog: pytest.Lo
             kept = result != 0
             assert torch.allclose(result[kept], x[kept] / 0.7)
         else:
-            assert torch.equal(result, work(x))
+            rounded = name == "type_as"  # inductor doesn't round to bfloat16 between what it fuses
+            torch.testing.assert_close(result, work(x), **({"rtol": 1e-2, "atol": 1e-2} if rounded else {}))
 
 
 def test_compiling_after_close(chip: Profile) -> None:

@@ -44,11 +44,13 @@ def same(spec: OperatorSpec, ours: Any, native: Any, served: dict[str, int]) -> 
     """Bits; of random numbers that aren't native's, the shape. What raised is its exception's type."""
     if isinstance(native, torch.Tensor) and Semantics.RANDOM in spec.semantics and served["kernel"]:
         return ours.shape == native.shape and bool(ours.isfinite().all())
+    if isinstance(native, torch.Tensor) and Semantics.ROUNDS in spec.semantics:
+        return torch.allclose(ours, native, atol=1e-5)
     return same_bits(ours, native) if isinstance(native, torch.Tensor) else ours == native
 
 
 def test_every_operator_has_a_use() -> None:
-    assert sorted(USES) == catalog.names()
+    assert sorted(USES) == [name for name in catalog.names() if catalog.operator(name).by_design is None]
 
 
 def matrix() -> torch.Tensor:
@@ -56,15 +58,16 @@ def matrix() -> torch.Tensor:
 
 
 def test_the_gradient_and_that_of_the_gradient(name: str, chip: Profile) -> None:
-    def work() -> list[torch.Tensor]:
+    def work() -> list[Any]:
         x = matrix().requires_grad_()
         (first,) = torch.autograd.grad((USES[name](x) ** 3).sum(), x, create_graph=True)
-        (second,) = torch.autograd.grad(first.sum(), x)
-        return [first, second]
+        return [first.detach(), or_error(lambda: torch.autograd.grad(first.sum(), x)[0])]
 
     spec = catalog.operator(name)
     native, ours, served = both(spec, chip, work)
-    assert all(same(spec, *pair, served) for pair in zip(ours, native, strict=True)) and served["kernel"] > 0
+    assert same(spec, ours[0], native[0], served) and served["kernel"] > 0
+    # PyTorch has no second derivative of some, but we have.
+    assert same(spec, ours[1], native[1], served) or (name, native[1]) == ATTENTION_ONCE
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -85,21 +88,23 @@ CONTEXTS = {"gradients": torch.enable_grad, "no_grad": torch.no_grad, "inference
 
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("leaf", [False, True])
-def test_a_call_counts_once(spec: OperatorSpec, chip: Profile, context: str, leaf: bool) -> None:
+def test_a_call_counts_once(registrable: OperatorSpec, chip: Profile, context: str, leaf: bool) -> None:
     """Also where the kernel stands at two keys, one above the other."""
+    spec = registrable
     case = next(case for case in cases(spec, seeds=1) if case.dtype is torch.float32)
     with CONTEXTS[context]():
         values = case.values(chip.device)
     with CONTEXTS[context](), spec.register_a1(platform=chip.platform) as registration:
         if leaf and context != "inference_mode":
             for value in values[Semantics.IN_PLACE in spec.semantics :]:
-                if isinstance(value, torch.Tensor):
+                if isinstance(value, torch.Tensor) and value.is_floating_point():
                     value.requires_grad_()
         Arguments(spec.overload).call(spec.overload, values)
         assert (registration.counter["n"], registration.counts.kernel) == (1, 1)
 
 
-def test_a_call_that_native_serves_counts_once(spec: OperatorSpec, chip: Profile) -> None:
+def test_a_call_that_native_serves_counts_once(registrable: OperatorSpec, chip: Profile) -> None:
+    spec = registrable
     for condition in spec.conditions:
         with contextlib.suppress(NotImplementedError):  # the device has no such tensors
             values = list(condition.beyond(torch.device(chip.device)))
@@ -108,7 +113,9 @@ def test_a_call_that_native_serves_counts_once(spec: OperatorSpec, chip: Profile
                     Arguments(spec.overload).call(spec.overload, values)
                 reached = registration.counter["n"]
                 assert reached <= 1 and registration.counts.kernel == 0
-                assert registration.counts.fallbacks == ({condition.code: 1} if reached else {})
+                codes = {condition.code} if condition.code != "lazy-bits" else {c.code for c in spec.conditions}
+                assert sum(registration.counts.fallbacks.values()) == reached
+                assert set(registration.counts.fallbacks) <= codes, "lazy bits may be resolved before"
 
 
 @pytest.mark.parametrize("view", [False, True])
@@ -123,6 +130,10 @@ def test_a_leaf_is_not_written_before_the_exception(chip: Profile, view: bool) -
     assert leaf.all() and leaf._version == 1
 
 
+ATTENTION_ONCE = ("scaled_dot_product_attention", RuntimeError)
+ATTENTION_FORWARD = ("scaled_dot_product_attention", NotImplementedError)
+"""What PyTorch's own can't on some devices: be differentiated twice, and forward."""
+
 TRANSFORMS: dict[str, Callable[[Callable[..., torch.Tensor], torch.Tensor], Any]] = {
     "grad": lambda f, x: torch.func.grad(lambda t: (f(t) ** 2).sum())(x),
     "vmap": lambda f, x: torch.vmap(f)(torch.stack([x, x + 1])),
@@ -134,7 +145,7 @@ TRANSFORMS: dict[str, Callable[[Callable[..., torch.Tensor], torch.Tensor], Any]
 
 
 def or_error(work: Callable[[], Any]) -> Any:
-    """A result, or the type of the exception: a random operator can't be mapped over without saying how."""
+    """A result, or the type of the exception: what is random, or read on the host, can't simply be mapped over."""
     try:
         return work()
     except Exception as error:
@@ -147,7 +158,10 @@ def test_a_transform(name: str, chip: Profile, transform: str) -> None:
     work = lambda: or_error(lambda: TRANSFORMS[transform](USES[name], matrix()))  # noqa: E731
     native, ours, served = both(spec, chip, work)
     assert same(spec, ours, native, served)
-    assert isinstance(native, torch.Tensor) or (name, transform) in {("dropout", "vmap"), ("dropout", "vmap of grad")}
+    if (name, native) == ATTENTION_FORWARD:
+        return
+    unmapped = name in ("dropout", "item", "_local_scalar_dense") and transform.startswith("vmap")
+    assert isinstance(native, torch.Tensor) is not unmapped
     assert set(served) <= {"kernel", "functorch", "forward-mode-ad", "device", "number", "lazy-bits", "subclass"}
 
 
@@ -163,8 +177,10 @@ def test_forward_mode(name: str, chip: Profile) -> None:
             return forward_ad.unpack_dual(USES[name](dual)).tangent
 
     spec = catalog.operator(name)
-    native, ours, served = both(spec, chip, work)
-    assert same(spec, ours, native, served)
+    native, ours, served = both(spec, chip, lambda: or_error(work))
+    assert (name, native) == ATTENTION_FORWARD or (
+        isinstance(native, torch.Tensor) and same(spec, ours, native, served)
+    )
 
 
 def test_inference_tensors(name: str, chip: Profile) -> None:
@@ -270,5 +286,6 @@ if __name__ == "__main__":
     program.write_text(code)
     done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    expected = {("fork", False): catalog.names(), ("spawn", False): [], ("spawn", True): catalog.names()}
+    every = [name for name in USES if catalog.operator(name).caution is None]
+    expected = {("fork", False): every, ("spawn", False): [], ("spawn", True): every}
     assert [json.loads(line) for line in done.stdout.splitlines()] == [expected[method] for method in METHODS]

@@ -39,7 +39,8 @@ def forms(chip: Profile) -> list[dict[str, str | None]]:
     return [*named, *both, *({"dispatch_key": key} for key in keys)]
 
 
-def test_every_form_that_means_this_device(spec: OperatorSpec, chip: Profile) -> None:
+def test_every_form_that_means_this_device(registrable: OperatorSpec, chip: Profile) -> None:
+    spec = registrable
     for form in forms(chip):
         with spec.register_a1(**form) as registration:
             assert registration.platform == chip.platform
@@ -69,7 +70,8 @@ def test_every_form_that_means_this_device(spec: OperatorSpec, chip: Profile) ->
         ({"platform": "apple"}, "no-device", "torch.mps.is_available.. is False"),
     ],
 )
-def test_what_is_refused(spec: OperatorSpec, form: dict[str, str], code: str, message: str) -> None:
+def test_what_is_refused(registrable: OperatorSpec, form: dict[str, str], code: str, message: str) -> None:
+    spec = registrable
     with pytest.raises(RegistrationError, match=f"^{spec.name}: .*{message}") as refused:
         spec.register_a1(**form)
     assert refused.value.code == code and isinstance(refused.value, RuntimeError)
@@ -108,6 +110,9 @@ BACKEND, AUTOGRAD = "PrivateUse1", "AutogradPrivateUse1"
         ("contiguous", (AUTOGRAD, BACKEND), (AUTOGRAD, BACKEND)),
         ("dropout", (AUTOGRAD, BACKEND), (AUTOGRAD, BACKEND)),
         ("type_as", (AUTOGRAD, BACKEND), (AUTOGRAD, BACKEND)),
+        ("item", (AUTOGRAD, BACKEND), (AUTOGRAD, BACKEND)),
+        ("_local_scalar_dense", (BACKEND,), (AUTOGRAD, BACKEND)),
+        ("detach", (BACKEND,), (AUTOGRAD, BACKEND)),
         ("linear", (AUTOGRAD,), (AUTOGRAD,)),
         ("matmul", (AUTOGRAD,), (AUTOGRAD,)),
     ],
@@ -133,8 +138,12 @@ def test_another_schema_than_the_kernels_were_written_for(clone: OperatorSpec) -
         missing.register_a1(platform="cpu")
 
 
+ATTENTION = "scaled_dot_product_attention"
+
+
 def test_the_catalog() -> None:
-    assert catalog.names() == ["clone", "contiguous", "copy_", "dropout", "empty_strided"]
-    with pytest.raises(RegistrationError, match="known: clone, .*did you mean 'clone'") as refused:
+    ten = "clone contiguous copy_ type_as dropout empty_like empty_strided item _local_scalar_dense detach"
+    assert {*ten.split(), "empty", "detach_", "result_type", "embedding", ATTENTION} <= set(catalog.names())
+    with pytest.raises(RegistrationError, match="known: .*clone, .*did you mean 'clone'") as refused:
         catalog.operator("clones")
     assert refused.value.code == "unknown-operator"

@@ -26,7 +26,8 @@ def test_the_kernel(spec: OperatorSpec, chip: Profile) -> None:
     assert outcome.problems == []
     assert outcome.state == "passed"
     ran = {level for level, found in outcome.facts.items() if found.endswith("cases")}
-    assert ran == {level for level in spec.kernels if level == "torch" or TRITON}
+    parts = [(each, "" if each is spec else f" of {each.name}") for each in (spec, spec.companion) if each is not None]
+    assert ran == {f"{level}{of}" for each, of in parts for level in each.kernels if level == "torch" or TRITON}
 
 
 def test_the_operator(spec: OperatorSpec, chip: Profile) -> None:
@@ -43,12 +44,23 @@ def test_a_model(random: bool, chip: Profile, environment: dict[str, str], monke
     monkeypatch.setenv("PYTHONPATH", environment["PYTHONPATH"])
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # a model has too many elements for the interpreter
     specs = [catalog.operator(name) for name in catalog.names()]
-    specs = [spec for spec in specs if random or Semantics.RANDOM not in spec.semantics]
+    specs = [spec for spec in specs if spec.by_design is None]
+    # A model with dropout in its attention doesn't call PyTorch's.
+    specs = [spec for spec in specs if (Semantics.ROUNDS if random else Semantics.RANDOM) not in spec.semantics]
     outcome = started(specs[0], "framework", chip)
     framework_level.compare(outcome, specs, chip)
     assert outcome.problems == [] and outcome.state == "passed"
     assert outcome.facts["device"].startswith(DEVICE)
     assert all(outcome.facts[spec.name]["kernel"] > 0 for spec in specs)
+
+
+def test_operators_are_grouped_by_what_a_model_must_be() -> None:
+    specs = [catalog.operator(name) for name in catalog.names()]
+    found = framework_level.groups([spec for spec in specs if spec.by_design is None])
+    homes = {spec.name: i for i, (_, members) in enumerate(found) for spec in members}
+    assert len(found) == 2 and homes["dropout"] != homes["scaled_dot_product_attention"] == homes["silu"]
+    for model, members in found:
+        assert all(spec.model.items() <= model.items() for spec in members)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -79,46 +91,54 @@ Kernel = Callable[..., Any]
 
 
 def last_element_unwritten(kernel: Kernel, spec: OperatorSpec) -> Kernel:
-    """The last element stays what it was; of an allocation, its memory isn't there."""
+    """The last element stays what it was; of an allocation, its memory isn't there; a number stays zero."""
 
     def faulty(*args: Any, **kwargs: Any) -> Any:
-        in_place = Semantics.IN_PLACE in spec.semantics
-        before = args[0].clone() if in_place else None
+        written = Semantics.IN_PLACE in spec.semantics and Semantics.DETACHED not in spec.semantics
+        before = args[0].clone() if written else None
         result = kernel(*args, **kwargs)
+        if not isinstance(result, torch.Tensor):
+            return torch.float32 if isinstance(result, torch.dtype) else type(result)()
         if Semantics.ALLOCATES in spec.semantics:
             storage = result.untyped_storage()
             storage.resize_(max(storage.nbytes() - result.element_size(), 0))
             return result
         if before is None:
             before = torch.empty_like(result)
-        result[(-1,) * result.dim()] = before[(-1,) * result.dim()]
+        if result.numel():
+            result[(-1,) * result.dim()] = before[(-1,) * result.dim()]
         return result
 
     return faulty
 
 
 def wrong_stride(kernel: Kernel, spec: OperatorSpec) -> Kernel:
-    """The last tensor's strides, or those that are asked for, are taken the other way round, where that is possible."""
+    """Strides are taken the other way round, where that is possible; of one element, it is the next that is taken."""
 
     def faulty(*args: Any, **kwargs: Any) -> Any:
         given = list(args)
-        if Semantics.ALLOCATES in spec.semantics:
-            given[1] = given[1][::-1]
+        if isinstance(given[-1], (list, tuple)):
+            given[-1] = given[-1][::-1]
+        elif Semantics.METADATA in spec.semantics:
+            given = [t.reshape(-1)[0] for t in given]
         else:
-            place = max(i for i, value in enumerate(given) if isinstance(value, torch.Tensor))
+            tensors = [i for i, value in enumerate(given) if isinstance(value, torch.Tensor)]
+            place = max(spec.differentiable or tensors)
+            t = given[place]
+            beside = Semantics.HOST_READ in spec.semantics
             with contextlib.suppress(RuntimeError):
-                given[place] = given[place].as_strided(given[place].shape, given[place].stride()[::-1])
+                given[place] = t.as_strided(t.shape, t.stride()[::-1], t.storage_offset() + beside)
         return kernel(*given, **kwargs)
 
     return faulty
 
 
 def stale_output(kernel: Kernel, spec: OperatorSpec) -> Kernel:
-    """The first result for arguments of one kind is given again."""
+    """The first result for arguments of one kind is given again; of metadata, which has but one kind, the first."""
     results: dict[str, Any] = {}
 
     def faulty(*args: Any, **kwargs: Any) -> Any:
-        values = (*args, *kwargs.values())
+        values = () if Semantics.METADATA in spec.semantics else (*args, *kwargs.values())
         kinds = [(v.shape, v.stride(), v.dtype) if isinstance(v, torch.Tensor) else v for v in values]
         if str(kinds) not in results:
             results[str(kinds)] = kernel(*args, **kwargs)
@@ -160,6 +180,18 @@ def test_a_wrong_gradient_is_noticed(chip: Profile) -> None:
     outcome = op_level.run(wrong, chip)
     assert any("gradient: wrong" in problem for problem in outcome.problems)
     assert any("Jacobian mismatch" in problem for problem in outcome.problems)
+
+
+def test_a_platform_can_have_a_kernel_of_its_own(chip: Profile, clone: OperatorSpec) -> None:
+    """It comes before all others there, and isn't run elsewhere."""
+    kernels = {**clone.kernels, chip.platform: clone.kernels["torch"], "kunlunxin": clone.kernels["torch"]}
+    own = dataclasses.replace(clone, kernels=kernels)
+    outcome = kernel_level.run(own, chip)
+    assert outcome.state == "passed" and outcome.facts[chip.platform].endswith("cases")
+    assert outcome.facts["kunlunxin"] == f"not run: it is kunlunxin's kernel, and this is {chip.platform}"
+    with own.register_a1(platform=chip.platform) as registration:
+        torch.ones(3, device=DEVICE).clone()
+    assert registration.level == chip.platform and registration.counts.kernel == 1
 
 
 def test_a_gradient_that_native_serves_is_noticed(chip: Profile, monkeypatch: pytest.MonkeyPatch) -> None:

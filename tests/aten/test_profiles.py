@@ -12,7 +12,7 @@ import pytest
 from tests.aten.conftest import ROOT
 from twinkle.aten import Profile, profile, profiles
 from twinkle.aten import profiles as function
-from twinkle.aten.keys import find_platform
+from twinkle.aten.keys import platform_here, platforms_meant
 from twinkle.aten.spec import OperatorSpec
 from twinkle.platforms import PLATFORMS
 
@@ -43,7 +43,7 @@ def test_one_chip_is_one_profile(alias: str, name: str) -> None:
 
 def test_a_profiles_key_feeds_a_registration() -> None:
     made = profile("cpu")
-    assert find_platform("clone", made.dispatch_key, None).name == "cpu"
+    assert platform_here("clone", made.dispatch_key, platforms_meant("clone", made.dispatch_key, None)).name == "cpu"
 
 
 def test_an_unknown_profile() -> None:

@@ -8,19 +8,23 @@ import logging
 import resource
 import threading
 import weakref
+from copy import deepcopy
 
 import pytest
 import torch
 
 from tests.aten.conftest import DEVICE, INTERPRETED, TRITON
 from tests.aten.uses import USES
-from twinkle.aten import Profile, RegistrationError, catalog, install
+from twinkle.aten import NotRegistrableError, Profile, RegistrationError, catalog, install
 from twinkle.aten import registration as registration_module
 from twinkle.aten.arguments import Arguments
 from twinkle.aten.harness.cases import cases
 from twinkle.aten.harness.observe import Call, Seen, differences
 from twinkle.aten.registration import active
-from twinkle.aten.spec import OperatorSpec, Semantics
+from twinkle.aten.spec import WITHOUT_GRADIENT, OperatorSpec
+
+TOGETHER = [name for name in USES if catalog.operator(name).caution is None]
+"""What ``install("all")`` registers."""
 
 
 def kernel_at(spec: OperatorSpec, key: str) -> str:
@@ -48,7 +52,8 @@ def test_a_counter_that_is_emptied_goes_on(clone: OperatorSpec, chip: Profile) -
         assert counter == {"n": 1}
 
 
-def test_close_leaves_the_operator_as_it_was(spec: OperatorSpec, chip: Profile) -> None:
+def test_close_leaves_the_operator_as_it_was(registrable: OperatorSpec, chip: Profile) -> None:
+    spec = registrable
     keys = (chip.found.dispatch_key, chip.found.autograd_key)
     before = [kernel_at(spec, key) for key in keys]
     counter: dict[str, int] = {}
@@ -64,12 +69,14 @@ def test_close_leaves_the_operator_as_it_was(spec: OperatorSpec, chip: Profile) 
     assert repr(registration) == f"<Registration of {spec.name} on {chip.platform}: closed>"
 
 
-def test_after_close_results_have_the_bits_they_had_before(spec: OperatorSpec, chip: Profile) -> None:
+def test_after_close_results_have_the_bits_they_had_before(registrable: OperatorSpec, chip: Profile) -> None:
+    spec = registrable
+
     def results() -> list[Seen]:
         seen = []
         for case in cases(spec, seeds=1):
             torch.manual_seed(0)
-            differentiate = Semantics.ALLOCATES not in spec.semantics
+            differentiate = not spec.semantics & WITHOUT_GRADIENT
             call = Call.of(case.name, case.values(chip.device), spec, differentiate=differentiate)
             seen.append(call.observe(lambda values: Arguments(spec.overload).call(spec.overload, values)))
         return seen
@@ -156,8 +163,8 @@ def test_nothing_is_kept_after_close(clone: OperatorSpec, chip: Profile) -> None
 def test_two_hundred_cycles(chip: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all operators at once: nothing is kept of any, and each call is counted."""
     monkeypatch.setattr(registration_module, "_GRACE_SECONDS", 0.0)
-    x = torch.randn(2, 3, device=DEVICE)
-    names = ["clone"] if INTERPRETED else catalog.names()
+    x = torch.randn(3, 2, device=DEVICE)
+    names = ["clone"] if INTERPRETED else TOGETHER
     uses = [USES[name] for name in names]
     objects, memory = [], []
     for cycle in range(200):
@@ -202,13 +209,13 @@ def test_threads_that_register_close_and_call(chip: Profile) -> None:
     x = torch.randn(3, 4, device=DEVICE)
     wrong: list[str] = []
     done = threading.Event()
-    served = dict.fromkeys(catalog.names(), 0)
+    served = dict.fromkeys(TOGETHER, 0)
+    expected = {name: x / 0.7 if name == "dropout" else USES[name](x) for name in TOGETHER}
 
     def right(name: str) -> bool:
         result = USES[name](x)
-        if name == "dropout":
-            return torch.allclose(result[result != 0], (x / 0.7)[result != 0])
-        return torch.equal(result, x.t() if name == "contiguous" else x)
+        kept = result != 0 if name == "dropout" else torch.ones_like(result, dtype=torch.bool)
+        return torch.allclose(result[kept], expected[name][kept])
 
     def call() -> None:
         while not done.is_set():
@@ -220,9 +227,8 @@ def test_threads_that_register_close_and_call(chip: Profile) -> None:
                     wrong.append(f"{name}: {error}")
 
     def cycle(first: int) -> None:
-        names = catalog.names()
         for number in range(100):
-            name = names[(first + number) % len(names)]
+            name = TOGETHER[(first + number) % len(TOGETHER)]
             try:
                 with catalog.operator(name).register_a1(platform=chip.platform) as registration:
                     USES[name](x)
@@ -249,14 +255,52 @@ def test_threads_that_register_close_and_call(chip: Profile) -> None:
 
 
 def test_install_all(chip: Profile) -> None:
+    """All that can be registered and do no harm: in the meantime a module can be built and moved."""
     x = torch.randn(6, 5, device=DEVICE)
     with install(platform=chip.platform) as installed:
-        assert list(installed.registrations) == catalog.names()
-        torch.nn.functional.dropout(x.t().contiguous().clone(), 0.5)
+        assert set(installed.registrations) == set(catalog.names()) - {"detach", "detach_", "empty", "result_type"}
+        torch.nn.functional.dropout(torch.empty_like(x).copy_(x.t().contiguous().t().clone()), 0.5).type_as(x.half())
         torch.empty_strided((2, 3), (1, 2), device=DEVICE).copy_(torch.ones(3, device=DEVICE))
-        for name, registration in installed.registrations.items():
-            assert registration.counts.kernel > 0, name
+        x[1, 2].item()
+        torch.nn.Linear(2, 3).to(DEVICE)
+        for name in ("clone", "contiguous", "copy_", "dropout", "empty_like", "empty_strided", "item", "type_as"):
+            assert installed.registrations[name].counts.kernel > 0, name
     assert active() == []
+
+
+@pytest.mark.parametrize("name", ["detach_", "empty", "result_type"])
+def test_never_registered_by_design(name: str, chip: Profile) -> None:
+    """Whatever the machine; but a wrong key or name is that first."""
+    spec = catalog.operator(name)
+    for form in ({}, {"platform": chip.platform}, {"platform": "kunlunxin"}, {"dispatch_key": "CUDA"}):
+        with pytest.raises(NotRegistrableError, match=f"^{name} is not registered, by design: ") as error:
+            spec.register_a1(**form)
+        assert isinstance(error.value, NotImplementedError) and error.value.code == "by-design"
+    with pytest.raises(RegistrationError, match="unknown platform 'cpv'.*did you mean 'cpu'"):
+        spec.register_a1(platform="cpv")
+    with pytest.raises(NotRegistrableError):
+        install(["clone", name], platform=chip.platform)
+    assert active() == []
+
+
+def test_detach_says_what_it_does_to_modules(chip: Profile, caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Linear(3, 2).to(DEVICE)
+    with caplog.at_level(logging.WARNING, "twinkle.aten"):
+        registration = catalog.operator("detach").register_a1(platform=chip.platform)
+    assert "detach is registered: until it is closed, no torch.nn.Parameter can be made" in caplog.text
+    with registration:
+        x = torch.ones(3, device=DEVICE)
+        assert model(x).detach().requires_grad is False
+        for make in (
+            lambda: torch.nn.Parameter(x),
+            lambda: torch.nn.Linear(2, 2, device=DEVICE),
+            lambda: deepcopy(model),
+        ):
+            with pytest.raises(RuntimeError, match="detach is registered with twinkle.aten.*close.. the registration"):
+                make()
+        assert registration.counts.kernel > 0 and registration.counts.errors == 3
+        assert x.detach().data_ptr() == x.data_ptr()
+    torch.nn.Parameter(x), torch.nn.Linear(2, 2, device=DEVICE), deepcopy(model)
 
 
 def test_install_is_all_or_nothing(clone: OperatorSpec, chip: Profile) -> None:

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 
 from ops.dropout.kernel import programs
+from ops.embedding.backward.kernel.programs import sum_rows
+from ops.embedding.kernel.programs import gather_rows
+from ops.scaled_dot_product_attention.kernel.programs import attend
 from tests.aten.conftest import DEVICE, INTERPRETED
 from twinkle.aten import triton_kernels
 
@@ -46,3 +49,34 @@ def test_copy_tiles(batch: tuple[str, ...], wide: bool) -> None:
 def test_drop(dtype: str, wide: bool) -> None:
     signature = {"to": f"*{dtype}", "source": f"*{dtype}", "seed": "*i64", "total": "i64" if wide else "i32"}
     assert compile_for_gpu(programs.drop, signature, {"P": 0.3, "WIDE": wide, "BLOCK": 512}).asm["cubin"]
+
+
+@pytest.mark.parametrize("element", ["*u8", "*i16", "*i64"])
+def test_gather_rows(element: str) -> None:
+    numbers = dict.fromkeys(("rows", "width", "row_stride", "column_stride", "total"), "i32")
+    signature = {"to": element, "weight": element, "indices": "*i64", **numbers}
+    assert compile_for_gpu(gather_rows, signature, {"BLOCK": 4096}).asm["cubin"]
+
+
+@pytest.mark.parametrize(("dtype", "indices"), [("fp32", "i64"), ("bf16", "i32"), ("fp64", "i64")])
+def test_sum_rows(dtype: str, indices: str) -> None:
+    import triton.language as tl
+
+    signature = {"to": f"*{dtype}", "grads": f"*{dtype}", "rows": f"*{indices}", "positions": "*i64", "ends": "*i64"}
+    signature |= dict.fromkeys(("width", "padding", "total", "grad_stride", "column_stride"), "i32")
+    constants = {"MEAN": True, "WIDE": tl.float64 if dtype == "fp64" else tl.float32, "BLOCK": 1024}
+    assert compile_for_gpu(sum_rows, signature, constants).asm["cubin"]
+
+
+@pytest.mark.parametrize(("dtype", "mask"), [("fp32", 2), ("bf16", 0), ("bf16", 1), ("fp16", 2), ("fp64", 2)])
+def test_attend(dtype: str, mask: int) -> None:
+    signature = dict.fromkeys(("to", "query", "key", "value"), f"*{dtype}")
+    signature["mask"] = "*u8" if mask == 1 else f"*{dtype}"
+    signature |= dict.fromkeys(
+        ("to_strides", "query_strides", "key_strides", "value_strides", "mask_strides"), ("i32",) * 4
+    )
+    signature |= dict.fromkeys(("blocks", "heads", "group", "queries", "keys", "width", "out_width"), "i32")
+    double = dtype == "fp64"
+    rows = 16 if double else 64
+    constants = {"SCALE": 0.125, "MASK": mask, "CAUSAL": mask == 0, "DOUBLE": double, "ROWS": rows, "COLUMNS": rows}
+    assert compile_for_gpu(attend, signature, constants | {"WIDTH": 64, "OUT_WIDTH": 64}).asm["cubin"]

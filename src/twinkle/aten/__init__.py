@@ -6,7 +6,7 @@ An operator's package declares an :class:`OperatorSpec`; ``register_a1`` and the
 
 from __future__ import annotations
 
-from twinkle.aten.errors import RegistrationError
+from twinkle.aten.errors import NotRegistrableError, RegistrationError
 from twinkle.aten.home import Home
 from twinkle.aten.installation import install
 from twinkle.aten.profiles import Profile, profile, profiles
@@ -16,6 +16,7 @@ __all__ = [
     "Condition",
     "Home",
     "Kernel",
+    "NotRegistrableError",
     "OperatorSpec",
     "Profile",
     "RegistrationError",

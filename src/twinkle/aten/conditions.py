@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from twinkle.aten.spec import Condition
-from twinkle.aten.strided import CASTS
+from twinkle.aten.strided import CASTS, is_dense
 
 Call = Callable[[torch.Tensor], tuple[Any, ...]]
 """Makes all arguments of a call from one tensor."""
@@ -20,13 +20,14 @@ class _Subclass(torch.Tensor):
     pass
 
 
-def tensor(index: int, name: str, call: Call) -> tuple[Condition, ...]:
+def tensor(index: int, name: str, call: Call, *, without: Sequence[str] = ()) -> tuple[Condition, ...]:
     """That an argument is a tensor whose elements lie in memory as they are.
 
     Args:
         index: the argument's position in the schema.
         name: its name there.
         call: makes a call with a given tensor as that argument.
+        without: the codes of those that needn't hold.
     """
 
     def ordinary(*values: Any) -> bool:
@@ -46,7 +47,7 @@ def tensor(index: int, name: str, call: Call) -> tuple[Condition, ...]:
     def on(device: torch.device, *shape: int, **options: Any) -> torch.Tensor:
         return torch.ones(*shape, device=device, **options)
 
-    return (
+    conditions = (
         Condition(
             "subclass", f"{name} is no tensor subclass", ordinary, lambda d: call(on(d, 3, 4).as_subclass(_Subclass))
         ),
@@ -58,6 +59,30 @@ def tensor(index: int, name: str, call: Call) -> tuple[Condition, ...]:
             lambda d: call(on(d, 3, 4, dtype=torch.complex64).conj()),
         ),
         Condition("empty", f"{name} has elements", some, lambda d: call(on(d, 3, 0))),
+    )
+    return tuple(condition for condition in conditions if condition.code not in without)
+
+
+def dense(index: int, name: str, call: Call) -> Condition:
+    """That a tensor's elements fill a stretch of memory, so that a kernel may take them in the order of memory."""
+    return Condition(
+        "dense",
+        f"the elements of {name} lie side by side, in any order",
+        lambda *values: is_dense(values[index].shape, values[index].stride()),
+        lambda device: call(torch.ones(6, device=device)[::2]),
+    )
+
+
+FLOATING = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+
+
+def floating(index: int, call: Call) -> Condition:
+    """That a tensor argument, by its position in the schema, holds real numbers of a usual dtype."""
+    return Condition(
+        "dtype",
+        f"the dtype is one of {', '.join(sorted(map(_name, FLOATING)))}",
+        lambda *values: values[index].dtype in FLOATING,
+        lambda device: call(torch.ones(3, 4, dtype=torch.complex64, device=device)),
     )
 
 
@@ -95,3 +120,27 @@ SAME_DTYPE = Condition(
     lambda device: _pair(device, torch.float16, torch.float32),
 )
 """Of a copy's two leading arguments."""
+
+READABLE = frozenset(
+    {
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    }
+)
+"""What is read on the host as a Python number."""
+
+ONE_NUMBER = (
+    Condition(
+        "elements",
+        "self has one element",
+        lambda self: self.numel() == 1,
+        lambda device: (torch.ones(2, device=device),),
+    ),
+    Condition(
+        "dtype",
+        f"the dtype is one of {', '.join(sorted(map(_name, READABLE)))}",
+        lambda self: self.dtype in READABLE,
+        lambda device: (torch.ones(1, dtype=torch.uint16, device=device),),
+    ),
+)
+"""Of an operator that reads its only argument on the host."""

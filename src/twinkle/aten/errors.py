@@ -5,12 +5,26 @@ from __future__ import annotations
 from twinkle.reasons import Reason
 
 
+class NotRegistrableError(NotImplementedError):
+    """The operator is never registered, by design; nothing was changed.
+
+    Attributes:
+        code: ``by-design``.
+    """
+
+    code = "by-design"
+
+    def __init__(self, operator: str, why: str) -> None:
+        super().__init__(f"{operator} is not registered, by design: {why}")
+
+
 class RegistrationError(RuntimeError):
     """An operator was not registered; nothing was changed.
 
     Attributes:
         code: a stable word for programs: ``unknown-platform``, ``unknown-key``, ``refused-key``, ``foreign-key``,
-            ``ambiguous-key``, ``no-device``, ``already-registered``, ``schema``, ``unknown-operator``, ``foreign-ops``.
+            ``ambiguous-key``, ``no-device``, ``already-registered``, ``schema``, ``unknown-operator``, ``foreign-ops``,
+            ``unknown-mode``, ``no-triton``.
     """
 
     def __init__(self, operator: str, reason: Reason) -> None:

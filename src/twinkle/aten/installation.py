@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from twinkle.aten import catalog
 from twinkle.aten.errors import RegistrationError
-from twinkle.aten.keys import DEFAULT_KEY, find_platform
-from twinkle.aten.registration import Registration
+from twinkle.aten.keys import DEFAULT_KEY, platform_here, platforms_meant
+from twinkle.aten.profiles import Profile
+from twinkle.aten.registration import Registration, register
 from twinkle.aten.spec import OperatorSpec
 from twinkle.platforms import Platform
-from twinkle.reasons import Reason
+from twinkle.reasons import Reason, did_you_mean
 
 
 class Installation:
@@ -22,9 +23,9 @@ class Installation:
         left_out: the operators that ``"auto"`` didn't install, with the reason.
     """
 
-    def __init__(self, registrations: dict[str, Registration], left_out: dict[str, Reason]) -> None:
+    def __init__(self, registrations: dict[str, Registration], left_out: dict[str, Reason] | None = None) -> None:
         self.registrations = registrations
-        self.left_out = left_out
+        self.left_out = left_out or {}
 
     def close(self) -> None:
         """Takes all of them back, the latest first. A second call does nothing."""
@@ -42,33 +43,53 @@ class Installation:
         return f"<Installation of {', '.join(self.registrations) or 'nothing'}{left_out}>"
 
 
-def install(operators: Sequence[str] | str = "all", *, platform: str) -> Installation:
+def install(
+    operators: Sequence[str] | str = "all", *, platform: str | Profile, modes: Mapping[str, str] | None = None
+) -> Installation:
     """Registers operators on a platform: all or nothing.
 
     Args:
-        operators: names, ``"all"``, or ``"auto"``: those whose kernel is faster than PyTorch's own, by more than the
-            noise, on one of the calls in their ``benchmark.yaml`` at least. That is measured here and now, which takes
-            some seconds for each; nothing else should run meanwhile. The others are in ``Installation.left_out``.
-        platform: a platform's name or alias.
+        operators: names; ``"all"``: those that can be registered and do no harm in the process meanwhile; ``"auto"``:
+            those of them whose kernel is faster than PyTorch's own, by more than the noise, on one of the calls in
+            their ``benchmark.yaml`` at least. That is measured here and now, which takes some seconds for each; nothing
+            else should run meanwhile. The others are in ``Installation.left_out``.
+        platform: a platform's name or alias, or a device profile.
+        modes: who serves the calls of an operator. ``"auto"``: its kernel, but PyTorch's own where that is faster, as
+            the operator's routes say. ``"triton"``: its Triton kernel for every call that it can take. ``"native"``:
+            PyTorch's own, and the calls are counted. Operators that aren't named have what the profile says, else
+            ``"auto"``.
 
     Raises:
-        RegistrationError: one of them can't be registered; those before it were taken back.
+        RegistrationError: an unknown mode, a mode for an operator that isn't installed, or one of them can't be
+            registered; those before it were taken back.
+        NotRegistrableError: one of them isn't registered by design; likewise.
     """
     if operators in ("all", "auto"):
-        wanted: Sequence[str] = catalog.chosen()
+        every = [catalog.operator(name) for name in catalog.chosen()]
+        specs = [spec for spec in every if spec.by_design is spec.caution is None]
     else:
-        wanted = [operators] if isinstance(operators, str) else operators
-    specs = [catalog.operator(name) for name in wanted]
+        specs = [catalog.operator(name) for name in ([operators] if isinstance(operators, str) else operators)]
+    chosen = dict(modes or {})
+    if isinstance(platform, Profile):
+        name, key = platform.platform, platform.dispatch_key
+        chosen = {**platform.modes, **chosen}
+    else:
+        name, key = platform, DEFAULT_KEY
+    installed = [spec.name for spec in specs]
+    for unused in set(modes or ()) - set(installed):
+        text = f"has a mode but isn't installed; installed: {', '.join(installed)}{did_you_mean(unused, installed)}"
+        raise RegistrationError(unused, Reason("unknown-operator", text))
     left_out: dict[str, Reason] = {}
     if operators == "auto":
-        found = find_platform("install", DEFAULT_KEY, platform)
+        found = platform_here("install", key, platforms_meant("install", key, name))
         slower = {spec.name: _why_not(spec, found) for spec in specs}
         left_out = {name: reason for name, reason in slower.items() if reason is not None}
     done = Installation({}, left_out)
     try:
         for spec in specs:
             if spec.name not in left_out:
-                done.registrations[spec.name] = spec.register_a1(DEFAULT_KEY, None, platform)
+                mode = chosen.get(spec.name, "auto")
+                done.registrations[spec.name] = register(spec, key, None, name, mode)
     except BaseException:
         done.close()
         raise

@@ -23,21 +23,28 @@ REFUSED = {
 }
 
 
-def find_platform(operator: str, dispatch_key: str, platform: str | None) -> Platform:
-    """The platform that a key, or a name, or both mean; it is one that this machine has.
+def platforms_meant(operator: str, dispatch_key: str, platform: str | None) -> list[Platform]:
+    """The platforms that a key, or a name, or both can mean, here or not; at least one.
 
     A key is a role: the canonical (autograd) or the compatible (backend) key of a platform. Which keys are installed
     depends on the operator, see :func:`effective_keys`. The default can't be told from one that was passed, so it
     agrees with every platform.
 
     Raises:
-        RegistrationError: unknown name or key, a key that belongs to another platform or to none, several platforms of
-            that key on this machine, or no such device.
+        RegistrationError: unknown name or key, or a key that belongs to another platform or to none.
     """
     if platform is not None:
-        return _present(operator, _named(operator, dispatch_key, platform))
+        return [_named(operator, dispatch_key, platform)]
     _check_known(operator, dispatch_key)
-    candidates = [p for p in PLATFORMS.values() if dispatch_key in (p.dispatch_key, p.autograd_key)]
+    return [p for p in PLATFORMS.values() if dispatch_key in (p.dispatch_key, p.autograd_key)]
+
+
+def platform_here(operator: str, dispatch_key: str, candidates: list[Platform]) -> Platform:
+    """The one of them that this machine has.
+
+    Raises:
+        RegistrationError: it has none of them, or several.
+    """
     missing = {p.name: p.missing() for p in candidates}
     here = [p for p in candidates if missing[p.name] is None]
     if len(here) == 1:
@@ -45,6 +52,10 @@ def find_platform(operator: str, dispatch_key: str, platform: str | None) -> Pla
     if here:
         names = " and ".join(p.name for p in here)
         raise _error(operator, "ambiguous-key", f"key {dispatch_key} stands for {names} here", "say which: platform=…")
+    if len(candidates) == 1:
+        (only,) = candidates
+        text = f"no {only.name} ({only.device_type}) on this machine: {missing[only.name]}"
+        raise _error(operator, "no-device", text)
     looked_for = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
     hint = "on this machine: platform='cpu'" if dispatch_key == DEFAULT_KEY else None
     raise _error(operator, "no-device", f"no device of the key {dispatch_key} on this machine: {looked_for}", hint)
@@ -60,13 +71,6 @@ def _named(operator: str, dispatch_key: str, name: str) -> Platform:
     if dispatch_key not in (*accepted, DEFAULT_KEY):
         text = f"key {dispatch_key} is not one of platform {platform.name}, whose keys are {' and '.join(accepted)}"
         raise _error(operator, "foreign-key", text)
-    return platform
-
-
-def _present(operator: str, platform: Platform) -> Platform:
-    missing = platform.missing()
-    if missing is not None:
-        raise _error(operator, "no-device", f"no {platform.name} ({platform.device_type}) on this machine: {missing}")
     return platform
 
 

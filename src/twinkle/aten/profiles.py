@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from twinkle.platforms import Platform, get_platform
 from twinkle.reasons import did_you_mean
+
+MODES = ("auto", "triton", "native")
+"""Who serves an operator's calls."""
 
 _HERE = Path(__file__).resolve().parent
 FOLDERS = (_HERE / "devices", _HERE.parents[2] / "configs" / "devices")
@@ -35,6 +39,7 @@ class Profile:
         dispatch_key: what ``register_a1`` gets.
         device: the PyTorch device that checks run on, ``"npu:0"``.
         aliases: other names for the chip.
+        modes: by operator, who serves its calls: see :func:`twinkle.aten.install`.
     """
 
     name: str
@@ -42,12 +47,16 @@ class Profile:
     dispatch_key: str
     device: str
     aliases: tuple[str, ...] = ()
+    modes: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         platform = get_platform(self.platform)
         accepted = (platform.autograd_key, platform.dispatch_key)
         if self.dispatch_key not in accepted:
             raise ValueError(f"dispatch_key {self.dispatch_key!r} is not {platform.name}'s: {' or '.join(accepted)}")
+        for operator, mode in self.modes.items():
+            if mode not in MODES:
+                raise ValueError(f"mode {mode!r} of {operator} is none of {', '.join(MODES)}")
         if self.device.partition(":")[0] != platform.device_type:
             raise ValueError(f"device {self.device!r} is not of {platform.name}'s type {platform.device_type}")
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from twinkle.aten.errors import RegistrationError
-from twinkle.aten.keys import effective_keys, find_platform
+from twinkle.aten.errors import NotRegistrableError, RegistrationError
+from twinkle.aten.keys import effective_keys, platform_here, platforms_meant
+from twinkle.aten.modes import serving_in_mode
 from twinkle.aten.router import Traffic, make_router
-from twinkle.aten.serving import Serving
 from twinkle.aten.spec import OperatorSpec
 from twinkle.platforms import Platform
 from twinkle.reasons import Counts, Reason
@@ -43,17 +43,23 @@ class Registration:
         counts: what became of the calls: ``kernel``, ``fallbacks`` by reason, ``errors``; and ``compiled``: whether
             something was compiled meanwhile. Code that inductor makes doesn't call operators, so no call of it is
             counted, nor served by the kernel.
+        mode: ``"auto"``, ``"triton"`` or ``"native"``, see :func:`twinkle.aten.install`.
         counter: the dictionary whose ``"n"`` counts the calls that arrived.
+        derivative: the registration of the operator that PyTorch's derivative of this one calls, where we have a kernel
+            for that; it lives as long as this one.
     """
 
-    def __init__(self, spec: OperatorSpec, platform: Platform, counter: dict[str, int]) -> None:
+    derivative: Registration | None = None
+
+    def __init__(self, spec: OperatorSpec, platform: Platform, counter: dict[str, int], mode: str = "auto") -> None:
         self.operator = spec.name
         self.platform = platform.name
         self.keys = effective_keys(spec.overload, platform)
         self.counter = counter
         self._counts = Counts()
         self._graphs = _compiled_graphs()
-        serving = Serving(spec, platform)
+        self.mode = mode
+        serving = serving_in_mode(spec, platform, mode)
         self.level = serving.level
         self._overload = spec.overload
         self._traffic = Traffic(spec.name, serving, self._counts, counter)
@@ -108,6 +114,8 @@ class Registration:
         with _lock:
             if self.closed:
                 return
+            if self.derivative is not None:
+                self.derivative.close()
             if self.counts.compiled:
                 text = (
                     "%s: something was compiled while its kernel was registered; code made by inductor doesn't call it"
@@ -141,19 +149,30 @@ class Registration:
 
 
 def register(
-    spec: OperatorSpec, dispatch_key: str, counter: dict[str, int] | None, platform: str | None
+    spec: OperatorSpec, dispatch_key: str, counter: dict[str, int] | None, platform: str | None, mode: str = "auto"
 ) -> Registration:
-    """See :meth:`twinkle.aten.spec.OperatorSpec.register_a1`."""
-    found = find_platform(spec.name, dispatch_key, platform)
+    """See :meth:`twinkle.aten.spec.OperatorSpec.register_a1`; the mode is that of :func:`twinkle.aten.install`."""
+    candidates = platforms_meant(spec.name, dispatch_key, platform)
+    if spec.by_design is not None:
+        raise NotRegistrableError(spec.name, spec.by_design)
+    found = platform_here(spec.name, dispatch_key, candidates)
     with _lock:
-        registration = Registration(spec, found, {} if counter is None else counter)
+        registration = Registration(spec, found, {} if counter is None else counter, mode)
         for key in registration.keys:
             if (spec.name, key) in _active:
                 text = f"is registered already at {key}, by {_active[spec.name, key]!r}"
                 raise RegistrationError(spec.name, Reason("already-registered", text, "close() that one first"))
         registration._install(found.autograd_key)
         _active.update({(spec.name, key): registration for key in registration.keys})
-        return registration
+        if spec.companion is not None:
+            try:
+                registration.derivative = register(spec.companion, dispatch_key, None, platform, mode)
+            except BaseException:
+                registration.close()
+                raise
+    if spec.caution is not None:
+        logger.warning("%s is registered: %s; close() it first", spec.name, spec.caution)
+    return registration
 
 
 def _compiled_graphs() -> int:

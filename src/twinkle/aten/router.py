@@ -17,10 +17,12 @@ class _Flight(threading.local):
     Attributes:
         busy: a call is being served. The operator's own calls of itself until then are parts of it, and native's.
         called_itself: the kernel did so.
+        arrived: a call has reached the router at the backend key.
     """
 
     busy = False
     called_itself = False
+    arrived = False
 
 
 class Traffic:
@@ -64,6 +66,8 @@ def make_router(traffic: Traffic, native: Any, at_autograd: bool) -> Callable[..
         at_autograd: whether the key is an autograd key.
     """
     serving, counts, counter, flight = traffic.serving, traffic.counts, traffic.counter, traffic.flight
+    if at_autograd and serving.is_detached:
+        return _passing_router(traffic, native)
     bind, refusal, wrap_numbers = serving.arguments.bind, serving.refusal, serving.arguments.wrap_numbers
     serve = serving.run_with_gradient if at_autograd else serving.run
 
@@ -71,11 +75,8 @@ def make_router(traffic: Traffic, native: Any, at_autograd: bool) -> Callable[..
         if flight.busy or not traffic.open:
             flight.called_itself = flight.called_itself or not getattr(_quiet, "on", False)
             return native.call_boxed(keyset, *wrap_numbers(args), **kwargs)
-        # Nothing between reading and writing a count lets another thread in, as long as there is no call there.
-        try:
-            counter["n"] += 1
-        except KeyError:  # somebody emptied it
-            counter["n"] = 1
+        flight.arrived = True
+        _count(counter)
         values = bind(args, kwargs)
         reason = interference(at_autograd) or refusal(values) or (serving.ungradable(values) if at_autograd else None)
         flight.busy = True
@@ -104,3 +105,31 @@ def _who(level: str, reason: str | None) -> str:
     if reason is None:
         return f"by twinkle's {level} kernel"
     return f"by PyTorch's own kernel, since twinkle's doesn't take the call: {reason}"
+
+
+def _passing_router(traffic: Traffic, native: Any) -> Callable[..., Any]:
+    """At an autograd key, for an operator of which autograd does a part that Python can't.
+
+    Native does that part and goes on to the backend key, where our kernel is. On a device where it doesn't, the call is
+    counted here, as one that native served.
+    """
+    counts, counter, flight = traffic.counts, traffic.counter, traffic.flight
+
+    def router(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        flight.arrived = False
+        result = native.call_boxed(keyset, *args, **kwargs)
+        if traffic.open and not flight.busy and not flight.arrived:
+            _count(counter)
+            counts.fall_back("autograd-only")
+        return result
+
+    return router
+
+
+def _count(counter: dict[str, int]) -> None:
+    """One more call that arrived."""
+    # Nothing between reading and writing a count lets another thread in, as long as there is no call there.
+    try:
+        counter["n"] += 1
+    except KeyError:  # somebody emptied it
+        counter["n"] = 1

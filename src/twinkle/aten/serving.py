@@ -33,22 +33,39 @@ def triton_missing(platform: Platform) -> Reason | None:
     return None
 
 
+def level_missing(level: str, platform: Platform) -> Reason | None:
+    """None where a kernel of that level runs on a platform: see ``OperatorSpec.kernels``."""
+    if level == "triton":
+        return triton_missing(platform)
+    if level in ("torch", platform.name):
+        return None
+    return Reason("other-platform", f"it is {level}'s kernel, and this is {platform.name}")
+
+
 class Serving:
     """The kernel that serves an operator on a platform.
 
     Attributes:
-        level: ``"triton"`` or ``"torch"``.
+        level: ``"triton"``, ``"torch"``, or the platform's name where it has a kernel of its own.
         function: the kernel.
         arguments: what its arguments are.
+        is_detached: autograd has to tie the result to its argument, which Python code can't.
     """
 
-    def __init__(self, spec: OperatorSpec, platform: Platform, level: str | None = None) -> None:
-        self.level = level or ("triton" if "triton" in spec.kernels and triton_missing(platform) is None else "torch")
+    def __init__(
+        self, spec: OperatorSpec, platform: Platform, level: str | None = None, *, routed: bool = True
+    ) -> None:
+        levels = (each for each in (platform.name, "triton") if each in spec.kernels)
+        self.level = level or next((each for each in levels if level_missing(each, platform) is None), "torch")
         kernel = spec.kernels[self.level]
         self.arguments = Arguments(spec.overload)
-        self._conditions = [(c.code, c.holds) for c in (*spec.conditions, *kernel.conditions)]
-        self._in_place = Semantics.IN_PLACE in spec.semantics
+        conditions = (*spec.conditions, *kernel.conditions, *(spec.routing if routed else ()))
+        self._conditions = [(condition.code, condition.holds) for condition in conditions]
+        self.is_detached = Semantics.DETACHED in spec.semantics
+        self._in_place = Semantics.IN_PLACE in spec.semantics and not self.is_detached
         self.function = spec.home.load(kernel.path)
+        self._places = spec.differentiable
+        self._pullback = None if spec.pullback is None else spec.home.load(spec.pullback)
         self._differentiable = self._with_pullback(spec, kernel)
 
     def refusal(self, values: list[Any]) -> str | None:
@@ -83,28 +100,28 @@ class Serving:
             increment_version(result)
         return result
 
-    @staticmethod
-    def _needs_gradient(values: list[Any]) -> bool:
-        if not torch.is_grad_enabled():
+    def _needs_gradient(self, values: list[Any]) -> bool:
+        if (self._differentiable is None and self._pullback is None) or not torch.is_grad_enabled():
             return False
-        return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+        chosen = values if self._places is None else [values[place] for place in self._places]
+        return any(isinstance(value, torch.Tensor) and value.requires_grad for value in chosen)
 
-    def _with_pullback(self, spec: OperatorSpec, kernel: Kernel) -> Callable[[list[Any]], tuple[Any, Pullback]]:
+    def _with_pullback(self, spec: OperatorSpec, kernel: Kernel) -> Callable[[list[Any]], tuple[Any, Pullback]] | None:
         if kernel.with_pullback is not None:
             return functools.partial(self.arguments.call, spec.home.load(kernel.with_pullback))
-        assert spec.gradient is not None or Semantics.ALLOCATES in spec.semantics, f"{spec.name} has no gradient"
-        return functools.partial(spec.gradient or _no_gradient, self.run)
-
-
-def _no_gradient(run: Callable[[list[Any]], Any], values: list[Any]) -> tuple[Any, Pullback]:
-    return run(values), lambda grad: (None,)
+        return None if spec.gradient is None else functools.partial(spec.gradient, self.run)
 
 
 class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, serving: Serving, *values: Any) -> Any:
         with torch._C._AutoDispatchBelowADInplaceOrView():
-            result, ctx.pullback = serving._differentiable(list(values))
+            if serving._differentiable is not None:
+                result, ctx.pullback = serving._differentiable(list(values))
+            else:
+                result, ctx.pullback = serving.run(list(values)), serving._pullback
+                ctx.others = [None if isinstance(value, torch.Tensor) else value for value in values]
+                ctx.save_for_backward(*(value if isinstance(value, torch.Tensor) else None for value in values))
         if serving._in_place:
             ctx.mark_dirty(values[0])
         ctx.count = len(values)
@@ -112,7 +129,10 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        grads = ctx.pullback(grad)
+        others = getattr(ctx, "others", ())
+        saved = ctx.saved_tensors if others else ()
+        arguments = [other if tensor is None else tensor for tensor, other in zip(saved, others, strict=True)]
+        grads = ctx.pullback(grad, *arguments)
         return (None, *grads, *[None] * (ctx.count - len(grads)))
 
 
@@ -132,7 +152,7 @@ def call(spec: OperatorSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         values = served.arguments.bind(args, kwargs)
         if interference(at_autograd=True) is None and served.refusal(values) is served.ungradable(values) is None:
             return served.run_with_gradient(values)
-    return spec.overload(*args, **kwargs)
+    return spec.native(*args, **kwargs)
 
 
 def _device_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from twinkle.aten.errors import RegistrationError
@@ -31,6 +31,19 @@ class Semantics(enum.Flag):
     """Its result holds no values yet."""
     RANDOM = enum.auto()
     """It draws from PyTorch's generator."""
+    HOST_READ = enum.auto()
+    """It waits for the device and returns a Python number."""
+    METADATA = enum.auto()
+    """It looks at no element, and returns no tensor."""
+    DETACHED = enum.auto()
+    """It gives its argument's own memory, without its gradient."""
+    ROUNDS = enum.auto()
+    """It rounds in an order of its own: it is judged by how far it is from exact numbers, beside PyTorch's own kernel.
+    Its layout isn't judged, since that of PyTorch's own depends on which of several kernels serves a call."""
+
+
+WITHOUT_GRADIENT = Semantics.ALLOCATES | Semantics.HOST_READ | Semantics.METADATA | Semantics.DETACHED
+"""A result of these kinds has no gradient. Every other operator needs a rule for it."""
 
 
 @dataclass(frozen=True)
@@ -83,15 +96,27 @@ class OperatorSpec:
         schema: as PyTorch prints it, without ``aten::``; compared with the running PyTorch's at registration.
         home: ``Home.of(__name__, __file__)``.
         semantics: see :class:`Semantics`.
-        kernels: ``"triton"`` and ``"torch"``. Where Triton runs, the former is the operator's kernel, else the latter,
-            which is made of other ATen operators.
+        kernels: by level. ``"torch"`` is made of other ATen operators, and is the operator's kernel where there is no
+            other: ``"triton"`` where Triton runs, and before that the one under a platform's name on that platform.
         conditions: which calls the kernels take; all others are native's. Checked in this order.
-        gradient: the derivative, needed where a kernel is installed at an autograd key; None for one without tensor
-            arguments.
+        gradient: the derivative, needed where a kernel is installed at an autograd key; None where the result has none
+            (:data:`WITHOUT_GRADIENT`), where every kernel has its own, and with ``pullback``.
+        pullback: path of ``pullback(grad, *arguments)``, for a derivative that needs the arguments: the gradients of
+            the leading ones. Autograd keeps them meanwhile, and raises where one was written.
+        derivative: path of the spec of another operator, in a folder of this one's: what PyTorch's own derivative of
+            this operator calls. Both are registered and taken back together.
+        routing: beyond these the kernel could take a call, but PyTorch's own is faster. They are looked at last, and
+            only in the mode ``"auto"``.
+        differentiable: positions of the arguments that may have a gradient; all tensors when left out.
         reference: the CPU reference, ``"reference:clone_reference"``: the operator's signature, and its maths in the
             plainest form.
         judge: path of ``judge(result, *arguments) -> str | None``, which tells what is wrong with a result where it
             can't be compared with the reference's, bit by bit.
+        by_design: why the operator is never registered; its kernel can be called, and is checked, all the same.
+        caution: what goes wrong in the process while it is registered. It is logged as a WARNING at registration, and
+            such an operator is not one of ``install("all")``.
+        model: what the model of the framework level must be for it to call the operator: ``preset``, ``dtype``, and
+            settings of its configuration.
     """
 
     schema: str
@@ -101,7 +126,19 @@ class OperatorSpec:
     conditions: tuple[Condition, ...]
     reference: str
     gradient: Gradient | None = None
+    pullback: str | None = None
+    derivative: str | None = None
+    routing: tuple[Condition, ...] = ()
+    differentiable: tuple[int, ...] | None = None
     judge: str | None = None
+    by_design: str | None = None
+    caution: str | None = None
+    model: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.gradient is None and self.pullback is None and not self.semantics & WITHOUT_GRADIENT:
+            lacking = [level for level, kernel in self.kernels.items() if kernel.with_pullback is None]
+            assert not lacking, f"{self.name} has no gradient for {', '.join(lacking)}"
 
     def __repr__(self) -> str:
         return f"<OperatorSpec {self.name}>"
@@ -109,7 +146,7 @@ class OperatorSpec:
     @property
     def name(self) -> str:
         """``clone``: the operator's name, its folder's, and what its functions' names begin with."""
-        return self.schema.partition("(")[0]
+        return self.schema.partition("(")[0].partition(".")[0]
 
     @functools.cached_property
     def overload(self) -> torch._ops.OpOverload:
@@ -120,8 +157,8 @@ class OperatorSpec:
         """
         import torch
 
-        name, _, overload_name = self.name.partition(".")
-        packet = getattr(torch.ops.aten, name, None)
+        overload_name = self.schema.partition("(")[0].partition(".")[2]
+        packet = getattr(torch.ops.aten, self.name, None)
         overload = None if packet is None else getattr(packet, overload_name or "default", None)
         found = "none" if overload is None else str(overload._schema).removeprefix("aten::")
         if found != self.schema:
@@ -129,6 +166,19 @@ class OperatorSpec:
             raise RegistrationError(self.name, Reason("schema", text, f"written for {self.schema}"))
         assert overload is not None
         return overload
+
+    @functools.cached_property
+    def companion(self) -> OperatorSpec | None:
+        """The operator that ``derivative`` names."""
+        return None if self.derivative is None else self.home.load(self.derivative)
+
+    @property
+    def native(self) -> Callable[..., Any]:
+        """PyTorch's own operator, to be called."""
+        import torch
+
+        # A dtype that an operator gives is a number where it is called by its overload.
+        return getattr(torch, self.name) if Semantics.METADATA in self.semantics else self.overload
 
     def register_a1(
         self, dispatch_key: str = DEFAULT_KEY, counter: dict[str, int] | None = None, platform: str | None = None
@@ -147,6 +197,7 @@ class OperatorSpec:
         Raises:
             RegistrationError: a RuntimeError; unknown, refused or foreign key, unknown platform, no such device on this
                 machine, or the operator is registered already. Nothing was changed.
+            NotRegistrableError: a NotImplementedError; the operator is never registered, by design.
         """
         from twinkle.aten.registration import register
 

@@ -20,7 +20,8 @@ TILE = 32
 MOST_PROGRAMS = 65535
 """A grid that every accelerator accepts; larger copies loop."""
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By item size: what elements are moved as."""
 _WIDEST = 8
 
 
@@ -84,7 +85,7 @@ def triton_copy(to: torch.Tensor, source: torch.Tensor) -> None:
         if itemsize > _WIDEST:  # complex128, as pairs
             doubled = ((*(2 * stride for stride in strides), 1) for strides in layout[1:])
             layout = (*to.shape, 2), *doubled
-        integer = _INTEGERS[min(itemsize, _WIDEST)]
+        integer = INTEGERS[min(itemsize, _WIDEST)]
         pointers = reinterpret(to, integer), reinterpret(source, integer)
     sizes, to_strides, source_strides, tiled, wide = make_plan(*layout)
     if not tiled:
@@ -111,7 +112,7 @@ def torch_copy(to: torch.Tensor, source: torch.Tensor) -> None:
         source: the same shape and dtype, any strides, on the same device, not overlapping ``to``.
     """
     if to.element_size() <= _WIDEST:  # where knows few of the narrower dtypes
-        integer = _INTEGERS[to.element_size()]
+        integer = INTEGERS[to.element_size()]
         to, source = to.view(integer), source.view(integer)
     torch.where(_true(), source, source, out=to)
 
@@ -149,3 +150,9 @@ def broadcasts(sizes: tuple[int, ...], to: tuple[int, ...]) -> bool:
 def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors lie in one allocation, overlapping or not."""
     return torch._C._is_alias_of(one, other)  # type: ignore[attr-defined]
+
+
+def takes_format(rank: int, memory_format: torch.memory_format | None) -> bool:
+    """Whether a tensor of that rank can have that memory format."""
+    needed = {torch.channels_last: 4, torch.channels_last_3d: 5}
+    return memory_format is None or needed.get(memory_format, rank) == rank

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from twinkle.aten.harness.cases import Case, benchmark_cases, benchmark_file
-from twinkle.aten.harness.compare import difference
+from twinkle.aten.harness.compare import difference, exact, shares_memory
 from twinkle.aten.serving import Serving
 from twinkle.aten.spec import OperatorSpec, Semantics
 from twinkle.bench.clocks import Call, clock_for, host_clock_for, interleaved
@@ -49,8 +49,11 @@ def measure(
     Raises:
         RegistrationError: the operator can't be registered here.
     """
-    if not benchmark_file(spec).exists():
-        yield Result(f"aten/{spec.name}", EVERYBODY, "-", "-", note=f"there is no {benchmark_file(spec).name}")
+    why_not = (
+        f"there is no {benchmark_file(spec).name}" if spec.by_design is None else "it is not registered, by design"
+    )
+    if spec.by_design is not None or not benchmark_file(spec).exists():
+        yield Result(f"aten/{spec.name}", EVERYBODY, "-", "-", note=why_not)
         return
     cases = zip(benchmark_cases(spec, size), benchmark_cases(spec, "quick"), strict=True)
     for case, small in cases:
@@ -126,8 +129,9 @@ class _Timed:
         refused = self.serving.refusal(self.values)
         if refused is not None:
             return f"native serves it: {refused}"
-        # Where there isn't one right result, the judge looks at a small call: it needs much memory.
-        case = self.case if self.spec.judge is None else self.small
+        # Where there isn't one right result, a small call is looked at: judging needs much memory.
+        judged = self.spec.judge is not None or Semantics.ROUNDS in self.spec.semantics
+        case = self.small if judged else self.case
         ours, theirs = case.values(self.device), case.values(self.device)
         with self.spec.register_a1(platform=self.platform.name) as registration:
             result = self._operator(ours)()
@@ -136,7 +140,11 @@ class _Timed:
         expected = self._operator(theirs)()
         if Semantics.ALLOCATES not in self.spec.semantics and _same(result, expected):  # on the device, which is fast
             return None
-        wrong = difference(self.spec, result, expected, ours)
+        truth = None
+        if Semantics.ROUNDS in self.spec.semantics:
+            reference = self.spec.home.load(self.spec.reference)
+            truth = self.serving.arguments.call(reference, exact(case.values()))
+        wrong = difference(self.spec, result, expected, ours, truth)
         return None if wrong is None else f"wrong result: {wrong}"
 
     def _traffic_mb(self) -> float:
@@ -144,7 +152,10 @@ class _Timed:
         if Semantics.ALLOCATES in self.spec.semantics:
             return 0.0
         written = self.values[0] if Semantics.IN_PLACE in self.spec.semantics else self._operator(self.values)()
-        moved = [written, *(value for value in self.values if value is not written)]
+        read = [value for value in self.values if value is not written]
+        if isinstance(written, torch.Tensor) and any(shares_memory(written, value) for value in read):
+            return 0.0
+        moved = [written, *read]
         tensors = [value for value in moved if isinstance(value, torch.Tensor)]
         return round(sum(_distinct(t) * t.element_size() for t in tensors) / 1e6, 3)
 

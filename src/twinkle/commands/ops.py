@@ -8,8 +8,6 @@ from typing import Any
 from twinkle.commands.console import CommandError, print_json, progress, show, stdout
 from twinkle.layout import EMPTY_LINE, Block, paragraph, table
 
-NOTHING_RUN = 3
-
 
 def list_operators(*, as_json: bool) -> int:
     """Prints operators × platforms × state; the exit code is 0."""
@@ -27,7 +25,8 @@ def operator_facts() -> dict[str, Any]:
 
     Returns:
         ``platforms``: name -> why it isn't here, or None. ``operators``: name -> ``schema``, ``error`` (why it can't be
-        had, or None) and ``platforms``: name -> ``keys`` and ``level``, the latter None where the platform isn't here.
+        had, or None), ``by_design`` (why it is never registered, or None) and ``platforms``: name -> ``keys`` and
+        ``level``, the latter None where the platform isn't here.
     """
     from twinkle.aten import RegistrationError, catalog
     from twinkle.aten.keys import effective_keys
@@ -41,11 +40,12 @@ def operator_facts() -> dict[str, Any]:
             spec = catalog.operator(name)
             overload = spec.overload
         except RegistrationError as error:
-            operators[name] = {"schema": None, "error": str(error), "platforms": {}}
+            operators[name] = {"schema": None, "error": str(error), "by_design": None, "platforms": {}}
             continue
         operators[name] = {
             "schema": spec.schema,
             "error": None,
+            "by_design": spec.by_design,
             "platforms": {
                 platform.name: {
                     "keys": list(effective_keys(overload, platform)),
@@ -65,7 +65,8 @@ def _list_blocks(facts: dict[str, Any], width: int) -> Iterator[Block]:
     yield Block(paragraph("what the kernel is written in, and the dispatch keys it is installed at", width), "dim")
     broken = [found["error"] for found in facts["operators"].values() if found["error"]]
     absent = [f"{name}: {reason}" for name, reason in facts["platforms"].items() if reason is not None]
-    for heading, lines in (("Not usable", broken), ("Not here", absent)):
+    never = [f"{name}: {found['by_design']}" for name, found in facts["operators"].items() if found["by_design"]]
+    for heading, lines in (("Not usable", broken), ("Never registered, by design", never), ("Not here", absent)):
         if lines:
             yield EMPTY_LINE
             yield Block([heading], "bold")
@@ -76,6 +77,8 @@ def _cell(found: dict[str, Any], platform: str) -> str:
     if found["error"]:
         return "-"
     on = found["platforms"][platform]
+    if found["by_design"]:
+        return f"{on['level']}, never registered"
     return f"{on['level']} at {', '.join(on['keys'])}"
 
 
@@ -89,6 +92,8 @@ def run(names: Sequence[str], *, level: str, device: str, report: bool, as_json:
         CommandError: an unknown operator, level or device profile, or a package is missing.
     """
     specs, chip, chosen = _chosen(names, level, device)
+    from twinkle.aten.harness.levels import as_table, exit_code
+
     outcomes = []
     with progress(as_json) as bar:
         task = bar.add_task("", total=len(specs) * len(chosen))
@@ -106,9 +111,8 @@ def run(names: Sequence[str], *, level: str, device: str, report: bool, as_json:
         print_json({"device": chip.name, "outcomes": outcomes})
     else:
         console = stdout()
-        show(console, _outcome_blocks(outcomes, console.width))
-    states = {outcome["state"] for outcome in outcomes}
-    return 1 if "failed" in states else 0 if "passed" in states else NOTHING_RUN
+        show(console, as_table(outcomes, console.width))
+    return exit_code(outcomes)
 
 
 def _chosen(names: Sequence[str], level: str, device: str) -> tuple[list[Any], Any, dict[str, Any]]:
@@ -130,13 +134,26 @@ def _chosen(names: Sequence[str], level: str, device: str) -> tuple[list[Any], A
         raise CommandError("device profiles need PyYAML: pip install 'twinkle-kernel[aten]'") from error
 
 
-def _outcome_blocks(outcomes: Sequence[dict[str, Any]], width: int) -> Iterator[Block]:
-    rows = [
-        (found["operator"], found["level"], found["device"], found["state"], str(found["checks"])) for found in outcomes
-    ]
-    yield from table(("operator", "level", "device", "state", "checks"), rows, width, numbers=("checks",))
-    notes = [f"{found['operator']}: {problem}" for found in outcomes for problem in found["problems"]]
-    notes += list(dict.fromkeys(found["not_run"] for found in outcomes if found["not_run"]))
-    if notes:
-        yield EMPTY_LINE
-        yield from (Block(paragraph(note, width, indent=2)) for note in notes)
+def new(name: str, *, schema: str | None, folder: str) -> int:
+    """Makes an operator's package from the template and says what comes next; the exit code is 0.
+
+    Raises:
+        CommandError: no such operator, another schema, one that the template isn't for, or the package is there.
+    """
+    from pathlib import Path
+
+    from twinkle.aten import RegistrationError, scaffold
+
+    if not Path(folder).is_dir():
+        raise CommandError(f"no folder {folder}: run this where the operators' folder is, or name it with --folder")
+    try:
+        package = scaffold.make(scaffold.overload_of(name, schema), Path(folder))
+    except RegistrationError as error:
+        raise CommandError(str(error)) from error
+    project = Path(folder).resolve().parent / "pyproject.toml"
+    print(f"{package}: made. Check it:\n\n    python {package / 'example.py'} cpu\n")
+    if project.is_file():
+        line = scaffold.add_entry_point(name, project)
+        print(f"{project} lists it now ({line}). That it is known everywhere:\n\n    pip install -e . --no-deps\n")
+    print("What to write, and where: README.md of templates/operator")
+    return 0

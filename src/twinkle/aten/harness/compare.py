@@ -6,7 +6,17 @@ from typing import Any
 
 import torch
 
+from twinkle.aten import strided
 from twinkle.aten.spec import OperatorSpec, Semantics
+from twinkle.kernel.verify import allowed_error_used
+
+
+def shares_memory(one: Any, other: Any) -> bool:
+    """Whether two results are tensors in one allocation."""
+    return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and strided.shares_memory(one, other)
+
+
+_ULP = torch.finfo(torch.float64).eps
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -31,15 +41,48 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
-def difference(spec: OperatorSpec, result: Any, expected: Any, arguments: list[Any]) -> str | None:
+def exact(arguments: list[Any]) -> list[Any]:
+    """Arguments with their floating-point numbers in fp64."""
+    return [v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for v in arguments]
+
+
+def too_far(result: torch.Tensor, expected: torch.Tensor, truth: torch.Tensor) -> str | None:
+    """What is wrong with a result that is rounded otherwise than PyTorch's own; None when nothing is.
+
+    Args:
+        result, expected: ours and PyTorch's.
+        truth: the same in fp64.
+    """
+    if expected.dtype is torch.float64:  # nothing more exact is at hand: a few hundred roundings
+        close = torch.linalg.vector_norm(result.cpu() - expected.cpu()) <= 256 * _ULP * torch.linalg.vector_norm(truth)
+        return None if bool(close) else "further from PyTorch's own than by roundings in fp64"
+    used = allowed_error_used(result, expected, truth)
+    return None if used <= 1 else f"{used:.2g} times the error that is allowed beside PyTorch's own"
+
+
+def difference(
+    spec: OperatorSpec, result: Any, expected: Any, arguments: list[Any], truth: torch.Tensor | None = None
+) -> str | None:
     """What is wrong with a result, beside one that is right; None when nothing is.
 
     Args:
         arguments: those that led to ``result``; an operator's own judge looks at them.
+        truth: the result in fp64, of an operator that rounds in an order of its own.
     """
-    for what in ("shape", "dtype"):
+    if not isinstance(expected, torch.Tensor):
+        same = type(result) is type(expected) and repr(result) == repr(expected)  # of numbers: all digits, and any NaN
+        return None if same else f"{result!r}, expected {expected!r}"
+    for what in ("shape", "dtype", "layout"):
         if getattr(result, what) != getattr(expected, what):
             return f"{what} {getattr(result, what)}, expected {getattr(expected, what)}"
+    if expected.layout is not torch.strided:
+        return (
+            None
+            if Semantics.ALLOCATES in spec.semantics or same_bits(result, expected)
+            else "other elements than expected"
+        )
+    if truth is not None:
+        return too_far(result, expected, truth)
     if result.stride() != expected.stride():
         return f"strides {result.stride()}, expected {expected.stride()}"
     if Semantics.ALLOCATES in spec.semantics:

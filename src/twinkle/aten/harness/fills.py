@@ -48,13 +48,20 @@ def large(name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
 
 def special(name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
     """Not a number, infinities, the negative zero, the smallest normal number; floating-point dtypes only."""
-    width = torch.finfo(dtype).bits
-    fraction = -round(math.log2(torch.finfo(dtype).eps))
-    infinity = (2 ** (width - 1 - fraction) - 1) << fraction
-    negative = -(2 ** (width - 1))
-    few = [infinity | 1 << (fraction - 1), infinity, infinity + negative, negative, 1 << fraction]
-    made = torch.tensor(few, dtype=torch.int64).to(_SIGNED[width // 8])
-    return made[_whole(name, size, len(few))].view(dtype)
+    _, fraction, infinity, negative = _format(dtype)
+    nan = infinity | 1 << (fraction - 1)
+    return _of_patterns(name, size, dtype, [nan, infinity, infinity + negative, negative, 1 << fraction])
+
+
+def edges(name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """As :func:`special`, without what is not a number: there are many, and a conversion may give any."""
+    _, fraction, infinity, negative = _format(dtype)
+    return _of_patterns(name, size, dtype, [infinity, infinity + negative, negative, 1 << fraction, infinity - 1])
+
+
+def few(name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Whole numbers from 0 to 3."""
+    return _whole(name, size, 4).to(dtype)
 
 
 def poison(name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -63,8 +70,27 @@ def poison(name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.full((size * dtype.itemsize,), pattern, dtype=torch.uint8).view(dtype)
 
 
-FILLS = {"normal": normal, "zeros": zeros, "large": large, "special": special, "poison": poison}
+FILLS = {
+    "normal": normal,
+    "few": few,
+    "zeros": zeros,
+    "large": large,
+    "special": special,
+    "edges": edges,
+    "poison": poison,
+}
 """By the name that ``inputs_spec.yaml`` has for ``values``."""
+
+
+def _format(dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """Of a floating-point dtype: bits, bits of the fraction, the pattern of infinity, and what the sign adds to one."""
+    width, fraction = torch.finfo(dtype).bits, -round(math.log2(torch.finfo(dtype).eps))
+    return width, fraction, (2 ** (width - 1 - fraction) - 1) << fraction, -(2 ** (width - 1))
+
+
+def _of_patterns(name: str, size: int, dtype: torch.dtype, patterns: list[int]) -> torch.Tensor:
+    made = torch.tensor(patterns, dtype=torch.int64).to(_SIGNED[dtype.itemsize])
+    return made[_whole(name, size, len(patterns))].view(dtype)
 
 
 def _stream(name: str, count: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ import torch
 
 from twinkle.aten.harness.cases import Case, cases, copied
 from twinkle.aten.harness.compare import memory_of
-from twinkle.aten.harness.kernel_level import Known, compare, reference_result
+from twinkle.aten.harness.kernel_level import Known, by_reference, compare
 from twinkle.aten.harness.outcome import Outcome, started
 from twinkle.aten.harness.poison import fill
 from twinkle.aten.profiles import Profile
@@ -28,6 +28,10 @@ from twinkle.aten.spec import OperatorSpec, Semantics
 
 DATA = Path("out") / "golden"
 """Where the files are when nothing else is said: a folder for each operator, below the folder that we are in."""
+
+
+REMEDY = "python script/gen_golden.py"
+RENEW = f"if inputs_spec.yaml or the reference was changed: {REMEDY} --write-index"
 
 
 class GoldenError(ValueError):
@@ -50,14 +54,20 @@ def read_index(spec: OperatorSpec) -> dict[str, str]:
         listed = json.loads(file.read_text(encoding="utf-8"))
         return {str(name): str(digest) for name, digest in listed["files"].items()}
     except FileNotFoundError:
-        remedy = f"python script/gen_golden.py {spec.name} --write-index"
-        raise GoldenError(f"{spec.name}: no index of the golden data, {file}; make it: {remedy}") from None
+        raise GoldenError(
+            f"{spec.name}: no index of the golden data, {file}; make it: {REMEDY} --write-index"
+        ) from None
     except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
         raise GoldenError(f"{file} is no index of golden data: {type(error).__name__}: {error}") from None
 
 
+def parts(spec: OperatorSpec) -> list[OperatorSpec]:
+    """The operators that have golden data of their own: this one, and the one that its derivative is."""
+    return [spec] if spec.companion is None else [spec, spec.companion]
+
+
 def generate(spec: OperatorSpec, data: Path, *, write_index: bool = False) -> int:
-    """Makes an operator's files on the CPU.
+    """Makes the files of an operator, one of the :func:`parts` of another, on the CPU.
 
     Args:
         data: the folder in which the operator's is made.
@@ -97,7 +107,8 @@ def check(spec: OperatorSpec, profile: Profile, data: Path) -> Outcome:
     """
     outcome = started(spec, "golden", profile)
     if outcome.not_run is None:
-        compare(outcome, spec, profile, list(read(spec, data)))
+        for each in parts(spec):
+            compare(outcome, each, profile, list(read(each, data)))
     return outcome
 
 
@@ -114,15 +125,18 @@ def read(spec: OperatorSpec, data: Path) -> Iterator[Known]:
     unlisted = sorted(set(listed) ^ set(index))
     if unlisted:
         whose = "the index has no digest of" if unlisted[0] in listed else "inputs_spec.yaml has no case for"
-        raise GoldenError(f"{spec.name}: {whose} {unlisted[0]}; {_renew(spec)}")
+        raise GoldenError(f"{spec.name}: {whose} {unlisted[0]}; {RENEW}")
     _check_foreign(spec, folder, set(index))
     for name, of_file in listed.items():
-        calls = _load(spec, folder / name)
+        calls = _load(folder / name)
         if _digest(spec, of_file, calls) != index[name]:
-            raise GoldenError(f"{folder / name} is not what the index says; make it anew: {_remedy(spec)}")
+            raise GoldenError(f"{folder / name} is not what the index says; make it anew: {REMEDY}")
         for case, call in zip(of_file, calls, strict=True):
             values = functools.partial(case.values, tensors=call["arguments"])
-            yield Known(case.name, values, functools.partial(_again, call["expected"]))
+            if Semantics.ROUNDS in spec.semantics:
+                yield by_reference(spec, case.name, values)
+            else:
+                yield Known(case.name, values, functools.partial(_again, call["expected"]))
 
 
 def _call(spec: OperatorSpec, case: Case) -> dict[str, Any]:
@@ -130,7 +144,9 @@ def _call(spec: OperatorSpec, case: Case) -> dict[str, Any]:
     arguments = {
         name: value for name, value in zip(names, case.values(), strict=True) if isinstance(value, torch.Tensor)
     }
-    expected = _again(reference_result(spec, case))
+    if Semantics.ROUNDS in spec.semantics:  # other digits on another machine: they are made where they are compared
+        return {"arguments": arguments, "expected": None}
+    expected = _again(by_reference(spec, case.name, case.values).expected())
     if isinstance(expected, torch.Tensor) and not _valued(spec):
         fill(expected, 0)
     return {"arguments": arguments, "expected": expected}
@@ -166,14 +182,14 @@ def _digest(spec: OperatorSpec, of_file: list[Case], calls: list[dict[str, Any]]
     return found.hexdigest()
 
 
-def _load(spec: OperatorSpec, file: Path) -> list[dict[str, Any]]:
+def _load(file: Path) -> list[dict[str, Any]]:
     if not file.exists():
-        raise GoldenError(f"{file} is missing; make it: {_remedy(spec)}")
+        raise GoldenError(f"{file} is missing; make it: {REMEDY}")
     try:
         calls = torch.load(file, weights_only=True)
         return [{"arguments": call["arguments"], "expected": call["expected"]} for call in calls]
     except Exception as error:  # whatever PyTorch makes of a file that is none of its own
-        raise GoldenError(f"{file} can't be read ({type(error).__name__}); make it anew: {_remedy(spec)}") from error
+        raise GoldenError(f"{file} can't be read ({type(error).__name__}); make it anew: {REMEDY}") from error
 
 
 def _check_made(spec: OperatorSpec, digests: dict[str, str]) -> None:
@@ -182,19 +198,10 @@ def _check_made(spec: OperatorSpec, digests: dict[str, str]) -> None:
     different = [name for name in names if digests.get(name) != index.get(name)]
     if different:
         text = f"{spec.name}: {len(different)} of {len(names)} files are not what the index says, first {different[0]}"
-        raise GoldenError(f"{text}; {_renew(spec)}; otherwise this PyTorch or CPU computes something else")
+        raise GoldenError(f"{text}; {RENEW}; otherwise this PyTorch or CPU computes something else")
 
 
 def _check_foreign(spec: OperatorSpec, folder: Path, known: set[str]) -> None:
     foreign = sorted({entry.name for entry in folder.iterdir()} - known) if folder.is_dir() else []
     if foreign:
         raise GoldenError(f"{folder / foreign[0]} is no golden data of {spec.name}; remove it, or name another folder")
-
-
-def _renew(spec: OperatorSpec) -> str:
-    remedy = f"python script/gen_golden.py {spec.name} --write-index"
-    return f"if inputs_spec.yaml or the reference was changed: {remedy}"
-
-
-def _remedy(spec: OperatorSpec) -> str:
-    return f"python script/gen_golden.py {spec.name}"

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from twinkle.aten.arguments import Arguments
-from twinkle.aten.harness.cases import Case, cases
-from twinkle.aten.harness.compare import difference
+from twinkle.aten.harness.cases import cases
+from twinkle.aten.harness.compare import difference, exact, shares_memory
 from twinkle.aten.harness.outcome import Outcome, started
 from twinkle.aten.harness.poison import PATTERNS, poisoned
 from twinkle.aten.profiles import Profile
-from twinkle.aten.serving import Serving, triton_missing
-from twinkle.aten.spec import OperatorSpec
-from twinkle.aten.strided import shares_memory
+from twinkle.aten.serving import Serving, level_missing
+from twinkle.aten.spec import OperatorSpec, Semantics
 
 
 @dataclass(frozen=True)
@@ -27,29 +23,30 @@ class Known:
     Attributes:
         values: makes all arguments, on a device.
         expected: the result, on the CPU.
+        truth: the same in fp64, of an operator that rounds in an order of its own; else None.
     """
 
     name: str
     values: Callable[[str], list[Any]]
     expected: Callable[[], Any]
+    truth: Callable[[], Any] = lambda: None
 
 
 def run(spec: OperatorSpec, profile: Profile) -> Outcome:
     """Every case by every kernel that runs on the device, beside the reference."""
     outcome = started(spec, "kernel", profile)
     if outcome.not_run is None:
-        compare(outcome, spec, profile, list(_beside_the_reference(spec)))
+        for each in filter(None, (spec, spec.companion)):
+            compare(outcome, each, profile, [by_reference(each, case.name, case.values) for case in cases(each)])
     return outcome
 
 
-def _beside_the_reference(spec: OperatorSpec) -> Iterable[Known]:
-    for case in cases(spec):
-        yield Known(case.name, case.values, functools.partial(reference_result, spec, case))
-
-
-def reference_result(spec: OperatorSpec, case: Case) -> Any:
-    """What the operator's reference gives for a case."""
-    return Arguments(spec.overload).call(spec.home.load(spec.reference), case.values())
+def by_reference(spec: OperatorSpec, name: str, values: Callable[[str], list[Any]]) -> Known:
+    """A call with what the operator's reference makes of it; one that rounds is judged beside PyTorch's own kernel."""
+    call, reference = Arguments(spec.overload).call, spec.home.load(spec.reference)
+    if Semantics.ROUNDS not in spec.semantics:
+        return Known(name, values, lambda: call(reference, values("cpu")))
+    return Known(name, values, lambda: call(spec.native, values("cpu")), lambda: call(reference, exact(values("cpu"))))
 
 
 def compare(outcome: Outcome, spec: OperatorSpec, profile: Profile, calls: Sequence[Known]) -> None:
@@ -58,26 +55,35 @@ def compare(outcome: Outcome, spec: OperatorSpec, profile: Profile, calls: Seque
     An element that isn't written keeps the poison and can't be right for all patterns. A result of an earlier call
     can't be right either: a case's seeds differ; and no result may lie in an earlier one's memory.
     """
+    of = "" if spec.name == outcome.operator else f" of {spec.name}"
     for level in spec.kernels:
-        missing = triton_missing(profile.found) if level == "triton" else None
+        missing = level_missing(level, profile.found)
         if missing is not None:
-            outcome.facts[level] = f"not run: {missing}"
+            outcome.facts[f"{level}{of}"] = f"not run: {missing}"
             continue
-        serving = Serving(spec, profile.found, level)
+        serving = Serving(spec, profile.found, level, routed=False)
         taken = 0
         for call in calls:
             if serving.refusal(call.values(profile.device)) is not None:
                 continue
             taken += 1
-            expected = call.expected()
-            earlier: list[torch.Tensor] = []
+            try:
+                expected, truth = call.expected(), call.truth()
+            except Exception as error:
+                outcome.check(f"{call.name}: the reference raised {type(error).__name__}: {error}", False)
+                continue
+            earlier: list[Any] = []
             for pattern in PATTERNS:
                 values = call.values(profile.device)
-                with poisoned(pattern):
-                    result = serving.run(values)
-                outcome.check(f"{level} {call.name}", difference(spec, result, expected, values))
+                try:
+                    with poisoned(pattern):
+                        result = serving.run(values)
+                except Exception as error:
+                    outcome.check(f"{level} {call.name}: the kernel raised {type(error).__name__}: {error}", False)
+                    break
+                outcome.check(f"{level} {call.name}", difference(spec, result, expected, values, truth))
                 again = any(shares_memory(result, other) for other in earlier)
                 outcome.check(f"{level} {call.name}: lies in the memory of an earlier result", not again)
                 earlier.append(result)
-        outcome.check(f"{level}: the kernel takes none of the cases", taken > 0)
-        outcome.facts[level] = f"{taken} cases"
+        outcome.check(f"{level}{of}: the kernel takes none of the cases", taken > 0)
+        outcome.facts[f"{level}{of}"] = f"{taken} cases"

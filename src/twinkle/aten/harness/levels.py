@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,9 @@ from twinkle.aten.harness.outcome import Outcome
 from twinkle.aten.home import spec_beside
 from twinkle.aten.profiles import Profile, profile
 from twinkle.aten.spec import OperatorSpec
+from twinkle.layout import EMPTY_LINE, Block, paragraph, plain, table, width_of_terminal
+
+NOTHING_RUN = 3
 
 LEVELS: dict[str, Callable[[OperatorSpec, Profile], Outcome]] = {
     "kernel": kernel_level.run,
@@ -49,11 +52,24 @@ def example(module: str, file: str) -> Callable[[str], int]:
 
 
 def show(outcomes: Sequence[dict[str, Any]]) -> int:
-    """Prints one line per outcome and what went wrong; the exit code is 1 for a failure, 3 when nothing was run."""
-    for found in outcomes:
-        what = found["not_run"] or f"{found['checks']} checks, {len(found['problems'])} problems"
-        print(f"{found['operator']}  {found['level']:9}  {found['device']:6}  {found['state']:7}  {what}")
-        for problem in found["problems"]:
-            print(f"    {problem}")
-    states = {found["state"] for found in outcomes}
-    return 1 if "failed" in states else 0 if "passed" in states else 3
+    """Prints one table and what went wrong; the exit code is 1 for a failure, 3 when nothing was run."""
+    print(plain(as_table(outcomes, width_of_terminal())))
+    return exit_code(outcomes)
+
+
+def as_table(outcomes: Sequence[dict[str, Any]], width: int) -> Iterator[Block]:
+    """Outcomes as one table; below it what failed, and why something wasn't run."""
+    names = ("operator", "level", "device", "state", "checks")
+    rows = [tuple(str(found[name]) for name in names) for found in outcomes]
+    yield from table(names, rows, width, numbers=("checks",))
+    notes = [f"{found['operator']}: {problem}" for found in outcomes for problem in found["problems"]]
+    notes += dict.fromkeys(found["not_run"] for found in outcomes if found["not_run"])
+    if notes:
+        yield EMPTY_LINE
+        yield from (Block(paragraph(note, width, indent=2)) for note in notes)
+
+
+def exit_code(outcomes: Sequence[dict[str, Any]]) -> int:
+    """1 when a check failed, 3 when nothing could be run, else 0."""
+    states = {outcome["state"] for outcome in outcomes}
+    return 1 if "failed" in states else 0 if "passed" in states else NOTHING_RUN

@@ -21,14 +21,15 @@ from twinkle.aten.home import spec_beside
 TOKENS = 8
 
 
-def observe_model(device: str, settings: dict[str, Any], registrations: list[dict[str, str]]) -> dict[str, Any]:
-    """A tiny Qwen3: forward, backward, then greedy decoding.
+def observe_model(device: str, model: dict[str, Any], registrations: list[dict[str, str]], kept: str) -> dict[str, Any]:
+    """A tiny model, built first: forward, backward, then greedy decoding.
 
     Args:
         device: where it runs.
-        settings: what its configuration has beyond the preset's.
+        model: ``preset`` (a Qwen3 when left out), ``dtype``, and what its configuration has beyond the preset's.
         registrations: the operators to register: ``package`` (empty in script mode), ``folder``, ``dispatch_key`` and
             ``platform`` of each.
+        kept: the file that the loss and the gradients themselves are written to.
 
     Returns:
         ``loss`` and every parameter's ``gradients`` as digests of their bits, ``tokens``; and by operator: ``keys``,
@@ -37,8 +38,10 @@ def observe_model(device: str, settings: dict[str, Any], registrations: list[dic
     from twinkle import presets
 
     torch.manual_seed(0)
-    model = presets.build("qwen3", **settings).to(device)
-    batch = {name: value.to(device) for name, value in presets.inputs(model).items()}
+    settings = dict(model)
+    preset, dtype = settings.pop("preset", "qwen3"), getattr(torch, settings.pop("dtype", "float32"))
+    built = presets.build(preset, dtype=dtype, device=device, **settings)
+    batch = presets.inputs(built, device=device)
     with contextlib.ExitStack() as stack:
         live = {}
         for registration in registrations:
@@ -48,16 +51,18 @@ def observe_model(device: str, settings: dict[str, Any], registrations: list[dic
             made = spec.register_a1(registration["dispatch_key"], counter, registration["platform"])
             live[made.operator] = stack.enter_context(made), counter
         torch.manual_seed(1)
-        model.train()
-        loss = presets.loss(model(**batch))
+        built.train()
+        loss = presets.loss(built(**batch))
         loss.backward()
-        model.eval()
-        tokens = model.generate(batch["input_ids"], max_new_tokens=TOKENS, do_sample=False)
+        built.eval()
+        tokens = built.generate(batch["input_ids"], max_new_tokens=TOKENS, do_sample=False)
+    gradients = {name: p.grad.cpu() for name, p in built.named_parameters() if p.grad is not None}
+    torch.save({"loss": loss.detach().cpu(), **gradients}, kept)
     return {
-        "device": str(next(model.parameters()).device),
+        "device": str(next(built.parameters()).device),
         "loss": _digest(loss),
         "finite": bool(torch.isfinite(loss)),
-        "gradients": {name: _digest(p.grad) for name, p in model.named_parameters() if p.grad is not None},
+        "gradients": {name: _digest(grad) for name, grad in gradients.items()},
         "tokens": tokens[:, -TOKENS:].tolist(),
         "operators": {
             name: {

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
-from twinkle.aten.harness.compare import difference, memory_of, same_bits
+from twinkle.aten.harness.compare import difference, exact, memory_of, same_bits, shares_memory, too_far
 from twinkle.aten.harness.fills import normal
 from twinkle.aten.spec import OperatorSpec, Semantics
-from twinkle.aten.strided import shares_memory
 
 
 @dataclass
@@ -43,11 +44,13 @@ class Call:
         name: what reports call it.
         arguments: in the schema's order, used once.
         leaves: those that are given gradients, for the call to be differentiated.
+        rounded: the dtype that the gradient to start from is rounded to; that of the result when left out.
     """
 
     name: str
     arguments: list[Any]
     leaves: tuple[torch.Tensor, ...] = ()
+    rounded: torch.dtype | None = None
 
     @classmethod
     def of(cls, name: str, arguments: list[Any], spec: OperatorSpec, *, differentiate: bool) -> Call:
@@ -57,6 +60,12 @@ class Call:
             leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
         return cls(name, arguments, tuple(leaves))
 
+    def in_fp64(self, spec: OperatorSpec, rounded: torch.dtype | None) -> Call:
+        """The same call with exact numbers: of the same arguments, and of the same gradient to start from."""
+        arguments = exact([v.detach() if isinstance(v, torch.Tensor) else v for v in self.arguments])
+        made = Call.of(self.name, arguments, spec, differentiate=bool(self.leaves))
+        return dataclasses.replace(made, rounded=rounded)
+
     def observe(self, function: Callable[[list[Any]], Any]) -> Seen:
         """Calls a function with the arguments, as one list, and goes backward if there are gradients."""
         seen = Seen(self.arguments)
@@ -65,31 +74,41 @@ class Call:
         try:
             seen.result = function(self.arguments)
             seen.written = [_version(tensor) - version for tensor, version in zip(tensors, before, strict=True)]
-            seen.aliases = [_alias(seen.result, tensor) for tensor in tensors]
-            if self.leaves and seen.result.requires_grad:
-                seen.result.backward(_cotangent(self.name, seen.result))
-                seen.gradients = [leaf.grad for leaf in self.leaves]
         except Exception as error:
             seen.error = type(error)
+            return seen
+        seen.aliases = [_alias(seen.result, tensor) for tensor in tensors]
+        if self.leaves and _requires_grad(seen.result):
+            cotangent = _cotangent(self.name, seen.result, self.rounded)
+            try:
+                seen.result.backward(cotangent)
+                seen.gradients = [leaf.grad for leaf in self.leaves]
+            except Exception as error:
+                seen.error = type(error)
         return seen
 
 
-def differences(spec: OperatorSpec, seen: Seen, native: Seen) -> list[str]:
-    """What differs between two observations of one call; empty when nothing does."""
+def differences(spec: OperatorSpec, seen: Seen, native: Seen, truth: Seen | None = None) -> list[str]:
+    """What differs between two observations of one call; empty when nothing does.
+
+    Args:
+        truth: that of the call in fp64, where the operator or its derivative rounds in an order of its own.
+    """
     if seen.error is not native.error:
         return [f"{_raised(seen)}, natively {_raised(native)}"]
     if seen.error is not None:
         tensors = zip(_tensors(seen.arguments), _tensors(native.arguments), strict=True)
         same = all(_same_memory(ours, theirs) for ours, theirs in tensors)
         return [] if same else ["an argument was written before the exception"]
-    found = [difference(spec, seen.result, native.result, seen.arguments)]
+    rounds = Semantics.ROUNDS in spec.semantics and truth is not None
+    found = [difference(spec, seen.result, native.result, seen.arguments, truth.result if rounds and truth else None)]
     found += [
         f"{what}: {ours}, natively {theirs}"
         for what, ours, theirs in (
             ("aliases", seen.aliases, native.aliases),
             ("versions grew by", seen.written, native.written),
-            ("requires_grad", seen.result.requires_grad, native.result.requires_grad),
-            ("is a view", seen.result._is_view(), native.result._is_view()),
+            ("requires_grad", _requires_grad(seen.result), _requires_grad(native.result)),
+            ("is a view", _is_view(seen.result), _is_view(native.result)),
             ("gradients", len(seen.gradients), len(native.gradients)),
         )
         if ours != theirs
@@ -98,7 +117,9 @@ def differences(spec: OperatorSpec, seen: Seen, native: Seen) -> list[str]:
         pairs = (
             zip(seen.gradients, native.gradients, strict=True) if len(seen.gradients) == len(native.gradients) else ()
         )
-        found += ["gradient: wrong" for ours, theirs in pairs if not _same_gradient(ours, theirs)]
+        exact_ones = truth.gradients if truth is not None and truth.gradients else [None] * len(seen.gradients)
+        problems = [_gradient_problem(*pair, exact_one) for pair, exact_one in zip(pairs, exact_ones, strict=False)]
+        found += [f"gradient: {problem}" for problem in problems if problem]
     return [problem for problem in found if problem]
 
 
@@ -118,19 +139,45 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _alias(result: torch.Tensor, tensor: torch.Tensor) -> str:
+def _requires_grad(result: Any) -> bool:
+    return isinstance(result, torch.Tensor) and result.requires_grad
+
+
+def _is_view(result: Any) -> bool:
+    return isinstance(result, torch.Tensor) and result._is_view()
+
+
+def _alias(result: Any, tensor: torch.Tensor) -> str:
     if result is tensor:
         return "the same"
-    return "shares memory" if shares_memory(result, tensor) else "apart"
+    if not shares_memory(result, tensor):
+        return "apart"
+    return "shares memory and version" if _share_version(result, tensor) else "shares memory"
 
 
-def _cotangent(name: str, result: torch.Tensor) -> torch.Tensor:
+def _share_version(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a write to one is seen as one to the other by autograd."""
+    if one.is_inference() or other.is_inference():
+        return False
+    before = other._version
+    increment_version(other)
+    shared = one._version == other._version
+    torch._C._autograd._unsafe_set_version_counter((other,), (before,))
+    return shared
+
+
+def _cotangent(name: str, result: torch.Tensor, rounded: torch.dtype | None) -> torch.Tensor:
     """The gradient to start from, with its dimensions in memory the other way round than usual."""
     made = normal(f"{name}/cotangent", result.numel(), torch.float64).view(result.shape[::-1])
-    return made.permute(tuple(range(made.dim()))[::-1]).to(device=result.device, dtype=result.dtype)
+    made = made.permute(tuple(range(made.dim()))[::-1]).to(rounded or result.dtype)
+    return made.to(device=result.device, dtype=result.dtype)
 
 
-def _same_gradient(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
+def _gradient_problem(ours: torch.Tensor | None, theirs: torch.Tensor | None, truth: torch.Tensor | None) -> str | None:
     if ours is None or theirs is None:
-        return ours is theirs
-    return same_bits(ours, theirs)
+        return None if ours is theirs else "there is one, or natively there is one"
+    if ours.layout is not theirs.layout:
+        return f"its layout is {ours.layout}, natively {theirs.layout}"
+    if same_bits(ours, theirs):
+        return None
+    return "wrong" if truth is None else too_far(ours.to_dense(), theirs.to_dense(), truth.to_dense())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from twinkle.aten.arguments import Arguments
+from twinkle.aten.errors import NotRegistrableError
 from twinkle.aten.harness.cases import Case, cases
 from twinkle.aten.harness.observe import Call, Seen, differences
 from twinkle.aten.harness.outcome import Outcome, started
@@ -30,10 +32,18 @@ CONTEXTS: dict[str, Callable[[str], AbstractContextManager[Any]]] = {
 def run(spec: OperatorSpec, profile: Profile) -> Outcome:
     """Everything that a caller could notice is as natively, and the kernel served what its conditions allow."""
     outcome = started(spec, "op", profile)
-    if outcome.not_run is not None:
-        return outcome
+    if outcome.not_run is None and spec.by_design is not None:
+        _check_by_design(outcome, spec, profile)
+    elif outcome.not_run is None:
+        facts = [_check(outcome, each, profile) for each in (spec, spec.companion) if each is not None]
+        outcome.facts = facts[0] if len(facts) == 1 else {**facts[0], str(spec.companion): facts[1]}
+    return outcome
+
+
+def _check(outcome: Outcome, spec: OperatorSpec, profile: Profile) -> dict[str, Any]:
     kernels = _kernels(spec, profile)
     native = {call.name: _seeded(call, enter, _operator(spec)) for call, enter, _ in _calls(spec, profile)}
+    truth = _exact(spec, profile, native)
     prepared = list(_calls(spec, profile))
     counter: dict[str, int] = {}
     ours: dict[str, Seen] = {}
@@ -43,21 +53,45 @@ def run(spec: OperatorSpec, profile: Profile) -> Outcome:
             ours[call.name] = _seeded(call, enter, _Watch(spec, registration, served.setdefault(call.name, [])))
     reached = counter["n"]
     for call, _, expected in prepared:  # only now, since comparing calls operators too
-        outcome.check(call.name, "; ".join(differences(spec, ours[call.name], native[call.name])) or None)
+        outcome.check(call.name, _joined(differences(spec, ours[call.name], native[call.name], truth.get(call.name))))
         by = served[call.name]
         outcome.check(f"{call.name}: served by {by}, should be one of {expected}", by in expected)
     outcome.check("no call reached the kernel", registration.counts.kernel > 0)
     _check_finite_differences(outcome, spec, profile)
-    _operator(spec)(next(cases(spec)).values(profile.device))
+    with contextlib.suppress(Exception):  # that is noted above
+        _operator(spec)(next(cases(spec)).values(profile.device))
     outcome.check("a call was counted after close()", counter["n"] == reached)
     outcome.check("another kernel than before stands there after close()", _kernels(spec, profile) == kernels)
-    outcome.facts = {
+    if registration.derivative is not None:
+        outcome.check("the derivative's kernel served no gradient", registration.derivative.counts.kernel > 0)
+    return {
         "kernel": registration.counts.kernel,
         "fallbacks": dict(registration.counts.fallbacks),
         "level": registration.level,
         "keys": list(registration.keys),
     }
-    return outcome
+
+
+def _check_by_design(outcome: Outcome, spec: OperatorSpec, profile: Profile) -> None:
+    """It is refused, with nothing changed; and called directly it does what PyTorch's own does."""
+    kernels = _kernels(spec, profile)
+    for platform in (None, profile.platform):
+        try:
+            registration = spec.register_a1(profile.dispatch_key, platform=platform)
+        except NotRegistrableError as error:
+            outcome.check("the reason isn't told", str(spec.by_design) in str(error))
+        else:
+            registration.close()
+            outcome.check("it was registered", False)
+    outcome.check("another kernel than before stands there", _kernels(spec, profile) == kernels)
+    arguments, serving = Arguments(spec.overload), Serving(spec, profile.found)
+    taken = sum(serving.refusal(case.values(profile.device)) is None for case in cases(spec, seeds=1))
+    native = {call.name: _seeded(call, enter, _operator(spec)) for call, enter, _ in _calls(spec, profile)}
+    for call, enter, _ in _calls(spec, profile):
+        ours = _seeded(call, enter, lambda values: arguments.call(spec.aten, values))
+        outcome.check(call.name, _joined(differences(spec, ours, native[call.name])))
+    outcome.check("the kernel takes none of the cases", taken > 0)
+    outcome.facts = {"kernel": taken, "level": serving.level, "registered": "never, by design"}
 
 
 Enter = Callable[[], AbstractContextManager[Any]]
@@ -73,20 +107,39 @@ def _calls(spec: OperatorSpec, profile: Profile) -> Iterator[tuple[Call, Enter, 
             differentiate = context == "with gradients" and Semantics.ALLOCATES not in spec.semantics
             call = Call.of(f"{case.name}, {context}", case.values(device), spec, differentiate=differentiate)
             yield call, functools.partial(enter, device.type), [[refusal or "kernel"]]
-    for condition in (*spec.conditions, *spec.kernels[serving.level].conditions):
+    conditions = (*spec.conditions, *spec.kernels[serving.level].conditions, *spec.routing)
+    for condition in conditions:
         try:
             arguments = list(condition.beyond(device))
         except NotImplementedError:
             continue  # the device has no such tensors
         call = Call.of(f"not that {condition.text}", arguments, spec, differentiate=False)
-        # Some calls are never dispatched to this key: then nobody counts them.
-        yield call, torch.enable_grad, [[condition.code], []]
+        # Some calls are never dispatched to this key: then nobody counts them. Lazy bits may be resolved before, and
+        # then it is another call.
+        resolved = [["kernel"], *([other.code] for other in conditions)] if condition.code == "lazy-bits" else []
+        yield call, torch.enable_grad, [[condition.code], [], *resolved]
 
 
 def _operator(spec: OperatorSpec) -> Callable[[list[Any]], Any]:
     """The operator through PyTorch's dispatcher, as a function of its arguments in the schema's order."""
     arguments = Arguments(spec.overload)
-    return lambda values: arguments.call(spec.overload, values)
+    return lambda values: arguments.call(spec.native, values)
+
+
+def _joined(problems: list[str]) -> str | None:
+    return "; ".join(problems) or None
+
+
+def _exact(spec: OperatorSpec, profile: Profile, native: dict[str, Seen]) -> dict[str, Seen]:
+    """By PyTorch's own kernels in fp64, for what rounds in an order of its own: the result or the gradients."""
+    if not any(Semantics.ROUNDS in each.semantics for each in (spec, spec.companion) if each is not None):
+        return {}
+    found = {}
+    for call, enter, _ in _calls(spec, profile):
+        result = native[call.name].result
+        if result is not None:
+            found[call.name] = _seeded(call.in_fp64(spec, result.dtype), enter, _operator(spec))
+    return found
 
 
 def _seeded(call: Call, enter: Enter, function: Callable[[list[Any]], Any]) -> Seen:
@@ -121,8 +174,9 @@ def _kernels(spec: OperatorSpec, profile: Profile) -> list[str]:
 
 def _check_finite_differences(outcome: Outcome, spec: OperatorSpec, profile: Profile) -> None:
     """The gradient, and that of the gradient, of the cases that are marked for it; every call by the kernel."""
+    serving = Serving(spec, profile.found)
     for case in cases(spec, seeds=1):
-        if case.gradient:
+        if case.gradient and serving.refusal(case.values(profile.device)) is None:
             with spec.register_a1(platform=profile.platform) as registration:
                 outcome.check(f"{case.name}: gradient", _gradient_problem(case, profile.device, spec, registration))
 
@@ -130,7 +184,7 @@ def _check_finite_differences(outcome: Outcome, spec: OperatorSpec, profile: Pro
 def _gradient_problem(case: Case, device: str, spec: OperatorSpec, registration: Registration) -> str | None:
     call = _operator(spec)
     arguments = case.values(device)
-    places = [i for i, value in enumerate(arguments) if isinstance(value, torch.Tensor)]
+    places = [i for i, value in enumerate(arguments) if isinstance(value, torch.Tensor) and value.is_floating_point()]
 
     def function(*tensors: torch.Tensor) -> torch.Tensor:
         torch.manual_seed(0)  # the same random numbers at each call

@@ -1,0 +1,5 @@
+"""The framework level of ``detach_``: ``run(profile)``."""
+
+from twinkle.aten.harness.levels import level
+
+run = level("framework", __name__, __file__)

@@ -1,0 +1,48 @@
+"""What ``aten::embedding_dense_backward`` is, and which calls our kernels take."""
+
+import torch
+
+from twinkle.aten import Condition, Home, Kernel, OperatorSpec, Semantics
+from twinkle.aten.conditions import tensor
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def _call(grad, indices, padding_idx=-1, rows=3):
+    return grad, indices, rows, padding_idx, False
+
+
+SPEC = OperatorSpec(
+    schema=(
+        "embedding_dense_backward(Tensor grad_output, Tensor indices, SymInt num_weights, SymInt padding_idx,"
+        " bool scale_grad_by_freq) -> Tensor"
+    ),
+    home=Home.of(__name__, __file__),
+    semantics=Semantics.ROUNDS,
+    kernels={
+        "triton": Kernel("kernel.triton_level:embedding_dense_backward_triton"),
+        "torch": Kernel("kernel.torch_level:embedding_dense_backward_torch"),
+    },
+    conditions=(
+        *tensor(0, "grad_output", lambda t: _call(t, torch.tensor([1, 0, 1], device=t.device))),
+        *tensor(1, "indices", lambda t: _call(torch.ones(2, 4, device=t.device), t), without=("layout", "lazy-bits")),
+        Condition(
+            "dtype",
+            "grad_output is float32, bfloat16, float16 or float64",
+            lambda grad, *_: grad.dtype in _DTYPES,
+            lambda device: _call(
+                torch.ones(2, 4, dtype=torch.complex64, device=device), torch.tensor([1, 0], device=device)
+            ),
+        ),
+        Condition(
+            "indices",
+            "indices are int64 or int32, and grad_output has a row for each",
+            lambda grad, indices, *_: (
+                indices.dtype in (torch.int64, torch.int32) and grad.shape[:-1] == indices.shape and grad.dim() > 0
+            ),
+            lambda device: _call(torch.ones(2, 4, device=device), torch.ones(2, dtype=torch.int16, device=device)),
+        ),
+    ),
+    pullback="kernel.torch_level:embedding_dense_backward_pullback",
+    reference="reference:embedding_dense_backward_reference",
+)

@@ -1,0 +1,56 @@
+"""``scaled_dot_product_attention`` in Triton: one pass over the keys, no score is stored."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+
+from twinkle.aten.launch import launch
+
+from .programs import attend
+
+ROWS = COLUMNS = 64
+SMALL = 16
+"""Rows and columns of a block in float64, whose products are summed without the matrix unit."""
+
+
+def scaled_dot_product_attention_triton(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """See ``aten::scaled_dot_product_attention``. The result lies in memory as (batch, queries, heads, width)."""
+    batch, heads, queries, width = query.shape
+    out_width = value.shape[3]
+    memory = torch.empty(batch, queries, heads, out_width, dtype=query.dtype, device=query.device)
+    result = memory.transpose(1, 2)
+    mask, mask_strides = query, (0, 0, 0, 0)
+    if attn_mask is not None:
+        mask = attn_mask.expand(batch, heads, queries, key.shape[2])
+        mask, mask_strides = mask.view(torch.uint8) if mask.dtype is torch.bool else mask, mask.stride()
+    double = query.dtype is torch.float64
+    rows, columns = (SMALL, SMALL) if double else (ROWS, COLUMNS)
+    blocks = math.ceil(queries / rows)
+    tensors = result, query, key, value, mask
+    strides = result.stride(), query.stride(), key.stride(), value.stride(), mask_strides
+    numbers = blocks, heads, heads // key.shape[1], queries, key.shape[2], width, out_width
+    constants = {
+        "SCALE": 1 / math.sqrt(width) if scale is None else scale,  # a number would arrive in float32
+        "MASK": 0 if attn_mask is None else 1 if attn_mask.dtype is torch.bool else 2,
+        "CAUSAL": is_causal,
+        "DOUBLE": double,
+        "ROWS": rows,
+        "COLUMNS": columns,
+        "WIDTH": max(triton.next_power_of_2(width), SMALL),
+        "OUT_WIDTH": max(triton.next_power_of_2(out_width), SMALL),
+    }
+    launch(attend, query.device, blocks * batch * heads, *tensors, *strides, *numbers, **constants)
+    return result

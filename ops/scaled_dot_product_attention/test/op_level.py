@@ -1,0 +1,5 @@
+"""The op level of ``scaled_dot_product_attention``: ``run(profile)``."""
+
+from twinkle.aten.harness.levels import level
+
+run = level("op", __name__, __file__)

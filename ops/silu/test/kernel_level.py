@@ -1,0 +1,5 @@
+"""The kernel level of ``silu``: ``run(profile)``."""
+
+from twinkle.aten.harness.levels import level
+
+run = level("kernel", __name__, __file__)

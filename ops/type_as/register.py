@@ -1,0 +1,42 @@
+"""What ``aten::type_as`` is, and which calls our kernels take."""
+
+import torch
+
+from twinkle.aten import Condition, Home, Kernel, OperatorSpec, Semantics
+from twinkle.aten.conditions import CASTABLE, another_device, tensor
+from twinkle.aten.gradients import conversion
+
+SPEC = OperatorSpec(
+    schema="type_as(Tensor self, Tensor other) -> Tensor",
+    home=Home.of(__name__, __file__),
+    semantics=Semantics.MAY_ALIAS,
+    kernels={
+        "triton": Kernel("kernel.triton_level:type_as_triton", (CASTABLE,)),
+        "torch": Kernel("kernel.torch_level:type_as_torch"),
+    },
+    conditions=(
+        *tensor(0, "self", lambda t: (t, torch.ones(3, dtype=torch.float64, device=t.device))),
+        *tensor(1, "other", lambda t: (torch.ones(3, dtype=torch.int16, device=t.device), t), without=("empty",)),
+        Condition(
+            "device",
+            "both are on one device",
+            lambda self, other: self.device == other.device,
+            lambda device: (
+                torch.ones(3, device=device),
+                torch.ones(3, dtype=torch.bfloat16, device=another_device(device)),
+            ),
+        ),
+        Condition(
+            "nothing-to-do",
+            "the dtypes differ; a tensor that has it already is returned itself",
+            lambda self, other: self.dtype != other.dtype,
+            lambda device: (torch.ones(3, device=device), torch.ones(2, device=device)),
+        ),
+    ),
+    gradient=conversion,
+    differentiable=(0,),
+    reference="reference:type_as_reference",
+    model={"preset": "gemma3", "dtype": "bfloat16"},
+)
+type_as_aten = SPEC.aten
+register_a1 = SPEC.register_a1

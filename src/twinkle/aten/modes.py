@@ -1,0 +1,43 @@
+"""Who serves an operator's calls: by routes, by its Triton kernel wherever that can, or PyTorch's own alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from twinkle.aten.errors import RegistrationError
+from twinkle.aten.profiles import MODES
+from twinkle.aten.serving import Serving, triton_missing
+from twinkle.aten.spec import OperatorSpec
+from twinkle.platforms import Platform
+from twinkle.reasons import Reason, did_you_mean
+
+
+class _Native(Serving):
+    """No call is taken; all are counted."""
+
+    def refusal(self, values: list[Any]) -> str | None:
+        return "native-mode"
+
+
+def check_mode(operator: str, mode: str) -> None:
+    """Raises a RegistrationError for a mode that doesn't exist."""
+    if mode not in MODES:
+        text = f"unknown mode {mode!r}; known: {', '.join(MODES)}{did_you_mean(str(mode), MODES)}"
+        raise RegistrationError(operator, Reason("unknown-mode", text))
+
+
+def serving_in_mode(spec: OperatorSpec, platform: Platform, mode: str) -> Serving:
+    """What serves an operator on a platform.
+
+    Raises:
+        RegistrationError: unknown mode; or the Triton kernel is wanted where there is none, or Triton doesn't run.
+    """
+    check_mode(spec.name, mode)
+    if mode != "triton":
+        return (_Native if mode == "native" else Serving)(spec, platform)
+    if "triton" not in spec.kernels:
+        raise RegistrationError(spec.name, Reason("no-triton", "it has no Triton kernel", "mode 'auto'"))
+    missing = triton_missing(platform)
+    if missing is not None:
+        raise RegistrationError(spec.name, Reason("no-triton", f"Triton doesn't run on {platform.name}: {missing}"))
+    return Serving(spec, platform, "triton", routed=False)

@@ -1,0 +1,134 @@
+"""``scaled_dot_product_attention`` through PyTorch: who serves which call, in which mode, and its gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention as attention
+
+from tests.aten.conftest import DEVICE, INTERPRETED
+from twinkle.aten import Profile, RegistrationError, install
+from twinkle.aten.registration import active
+
+NAME = "scaled_dot_product_attention"
+
+
+def tensors(queries: int = 5, keys: int = 7, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(1, 2, n, 8, generator=generator).to(DEVICE, dtype) for n in (queries, keys, keys)]
+
+
+def served(installed: Any) -> dict[str, int]:
+    counts = installed.registrations[NAME].counts
+    return {name: n for name, n in {"kernel": counts.kernel, **counts.fallbacks}.items() if n}
+
+
+MASK = torch.ones(5, 7, dtype=torch.bool, device=DEVICE).tril(1)
+CALLS = {
+    "short": (lambda: attention(*tensors()), "kernel"),
+    "causal": (lambda: attention(*tensors(), is_causal=True), "kernel"),
+    "what is seen": (lambda: attention(*tensors(), attn_mask=MASK), "kernel"),
+    "what is added": (lambda: attention(*tensors(), attn_mask=MASK.float()), "kernel"),
+    "long": (lambda: attention(*tensors(1024, 2)), "long"),
+    "long with a mask": (lambda: attention(*tensors(1024, 2), attn_mask=MASK[:1, :2]), "kernel"),
+    "dropout": (lambda: attention(*tensors(), dropout_p=0.5), "dropout"),
+    "three dimensions": (lambda: attention(*(t[0] for t in tensors())), "rank"),
+    "dtypes": (lambda: attention(*tensors(dtype=torch.float16)), "kernel"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("mode", ["auto", "native", "triton"])
+def test_the_route(call: str, mode: str, chip: Profile) -> None:
+    work, route = CALLS[call]
+    if mode == "triton" and not INTERPRETED:
+        with pytest.raises(RegistrationError, match=f"^{NAME}: Triton doesn't run on {chip.platform}: ") as refused:
+            install([NAME], platform=chip.platform, modes={NAME: mode})
+        assert refused.value.code == "no-triton" and active() == []
+        return
+    torch.manual_seed(0)
+    expected = work()
+    with install([NAME], platform=chip.platform, modes={NAME: mode}) as installed:
+        torch.manual_seed(0)
+        result = work()
+        assert installed.registrations[NAME].mode == mode
+    if mode == "native":
+        route = "native-mode"
+    if mode == "triton" and route == "long":
+        route = "kernel"
+    assert served(installed) == {route: 1}
+    if route == "kernel":
+        assert torch.allclose(result.float(), expected.float(), rtol=1e-5, atol=2e-3 if call == "dtypes" else 1e-6)
+    else:
+        assert torch.equal(result, expected)
+
+
+def test_the_mode_of_a_profile(chip: Profile) -> None:
+    quiet = dataclasses.replace(chip, modes={NAME: "native"})
+    with install([NAME, "clone"], platform=quiet) as installed:
+        attention(*tensors())
+        assert {name: made.mode for name, made in installed.registrations.items()} == {NAME: "native", "clone": "auto"}
+        assert served(installed) == {"native-mode": 1}
+    with install([NAME], platform=quiet, modes={NAME: "auto"}) as installed:
+        attention(*tensors())
+        assert served(installed) == {"kernel": 1}
+
+
+@pytest.mark.parametrize(
+    ("modes", "code", "message"),
+    [
+        ({NAME: "nativ"}, "unknown-mode", "unknown mode 'nativ'; known: auto, triton, native; did you mean 'native'"),
+        ({"clone": "auto"}, "unknown-operator", "clone: has a mode but isn't installed; installed: scaled_dot"),
+    ],
+)
+def test_wrong_modes(modes: dict[str, str], code: str, message: str, chip: Profile) -> None:
+    with pytest.raises(RegistrationError, match=message) as refused:
+        install([NAME], platform=chip.platform, modes=modes)
+    assert refused.value.code == code and active() == []
+
+
+def test_an_operator_without_a_triton_kernel(chip: Profile) -> None:
+    with pytest.raises(RegistrationError, match="detach: it has no Triton kernel"):
+        install(["detach"], platform=chip.platform, modes={"detach": "triton"})
+
+
+def test_a_profile_with_a_mode_that_does_not_exist(chip: Profile) -> None:
+    with pytest.raises(ValueError, match=f"mode 'fast' of {NAME} is none of auto, triton, native"):
+        dataclasses.replace(chip, modes={NAME: "fast"})
+
+
+def test_what_autograd_notices(chip: Profile) -> None:
+    """An argument that was written before the backward pass is an error, as natively; what sees nothing gives zeros."""
+    with install([NAME], platform=chip.platform) as installed:
+        query, key, value = tensors()
+        query.requires_grad_()
+        result = attention(query, key, value)
+        key += 1
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            result.sum().backward()
+        blind = MASK.clone()
+        blind[2] = False
+        query, key, value = (t.requires_grad_() for t in tensors())
+        bias = torch.zeros(5, 7, device=DEVICE, requires_grad=True)
+        result = attention(query, key, value, attn_mask=bias.masked_fill(~blind, float("-inf")))
+        result.pow(2).sum().backward()
+        assert not result[:, :, 2].any() and not query.grad[:, :, 2].any()
+        assert all(torch.isfinite(t.grad).all() and t.grad.any() for t in (query, key, value, bias))
+        assert served(installed) == {"kernel": 2}
+
+
+def test_a_mask_that_is_looked_up_gets_its_gradient(chip: Profile) -> None:
+    """As a learned position bias does, one for all batches and queries."""
+
+    def gradient() -> torch.Tensor:
+        bias = torch.randn(2, 1, 7, generator=torch.Generator().manual_seed(5)).to(DEVICE).requires_grad_()
+        attention(*tensors(), attn_mask=bias[None]).pow(2).sum().backward()
+        return bias.grad
+
+    native = gradient()
+    with install([NAME], platform=chip.platform):
+        ours = gradient()
+    assert ours.shape == (2, 1, 7) and torch.allclose(ours, native, rtol=1e-4, atol=1e-6)
