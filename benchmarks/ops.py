@@ -11,13 +11,13 @@ from twinkle.bench.cases import OPS, all_items, quick_items
 from twinkle.bench.clocks import ceilings
 from twinkle.bench.ops import measure_all
 from twinkle.bench.results import Run
-from twinkle.layout import plain, width_of_terminal
+from twinkle.layout import laid_out, plain, width_of_terminal
 
 
 def report(run: Run) -> str:
     """A table per op, a column per candidate; then who was not measured, and how the default mapping did."""
     copy_speed = run.ceilings.get("copy_gb_per_s") if run.device.type != "cpu" else None
-    return plain(view.blocks(run.results, copy_speed, width_of_terminal(), quick=run.settings["quick"]))
+    return plain(laid_out(view.parts(run.results, copy_speed, quick=run.settings["quick"]), width_of_terminal()))
 
 
 def main(argv: list[str] | None = None) -> Run:

@@ -32,6 +32,10 @@ app.add_typer(ops_app, name="ops")
 MODEL_HELP = "tiny:<preset>, a folder with config.json, a config.json file, or a Hub id."
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print pure JSON on stdout, and no progress bar.")]
+Html = Annotated[
+    Path | None,
+    typer.Option("--html", metavar="FILE", help="Also write it there as one HTML page.", show_default=False),
+]
 Dtype = Annotated[
     str | None, typer.Option("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16.", show_default=False)
 ]
@@ -114,6 +118,7 @@ def plan(
     all_rows: Annotated[
         bool, typer.Option("--all", help="Also list entries that name nothing of this model, with --json too.")
     ] = False,
+    html: Html = None,
     json: Json = False,
 ) -> None:
     """Shows what kernelize() would do to a model, and what no entry covers.
@@ -129,7 +134,7 @@ def plan(
     """
     from twinkle.commands.plan import run
 
-    _run(run, model, device=device, dtype=dtype, backends=backend, all_rows=all_rows, as_json=json)
+    _run(run, model, device=device, dtype=dtype, backends=backend, all_rows=all_rows, html=html, as_json=json)
 
 
 @app.command()
@@ -149,6 +154,7 @@ def verify(
             show_default=False,
         ),
     ] = None,
+    html: Html = None,
     json: Json = False,
 ) -> None:
     """Compares a kernelized model with the original: outputs and all gradients.
@@ -169,7 +175,7 @@ def verify(
     """
     from twinkle.commands.verify import run
 
-    _run(run, model, device=device, dtype=dtype, backends=backend, layers=layers, as_json=json)
+    _run(run, model, device=device, dtype=dtype, backends=backend, layers=layers, html=html, as_json=json)
 
 
 @app.command()
@@ -235,6 +241,7 @@ def bench(
     output: Annotated[
         Path | None, typer.Option("--output", metavar="FILE", help="Also write the JSON there.", show_default=False)
     ] = None,
+    html: Html = None,
     json: Json = False,
 ) -> None:
     """Times kernels on this machine: op by op, or what they gain in a MODEL.
@@ -271,6 +278,7 @@ def bench(
         device=device,
         budget=budget,
         output=output,
+        html=html,
         as_json=json,
     )
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+
+from twinkle.document import Code, Gap, Heading, Part, Points, Table, Text
 
 WITHOUT_TERMINAL = 120
 """Columns where nothing says how many there are: in a pipe, a file or a notebook."""
@@ -31,6 +33,33 @@ EMPTY_LINE = Block([""])
 def plain(blocks: Iterable[Block]) -> str:
     """The blocks as one string without styles."""
     return "\n".join(line.rstrip() for block in blocks for line in block.lines)
+
+
+def laid_out(parts: Iterable[Part], width: int) -> Iterator[Block]:
+    """A report's parts as blocks of at most ``width`` columns, but for what is there to be copied; without charts."""
+    for part in parts:
+        match part:
+            case Gap():
+                yield EMPTY_LINE
+            case Heading(text):
+                yield Block(paragraph(text, width), "bold")
+            case Text(text, style):
+                yield Block(paragraph(text, width), style)
+            case Points(items):
+                yield from (Block(paragraph(f"{what}: {said}", width, indent=2)) for what, said in items)
+            case Table():
+                yield from _table_of(part, width)
+            case Code(lines):
+                yield Block(lines(width), "cyan")
+
+
+def _table_of(part: Table, width: int) -> list[Block]:
+    """Of several labels one cell is made, so that they stay together where the table is too wide."""
+    left = [row[: part.labels] for row in (part.columns, *part.rows)]
+    widths = [max(map(len, column)) for column in zip(*left, strict=True)]
+    joined = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in left]
+    rows = [(label, *row[part.labels :]) for label, row in zip(joined[1:], part.rows, strict=True)]
+    return table((joined[0], *part.columns[part.labels :]), rows, width, numbers=part.numbers, styles=part.styles)
 
 
 def width_of_terminal() -> int:

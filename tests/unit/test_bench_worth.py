@@ -10,11 +10,11 @@ import pytest
 
 from tests.support.results import row
 from twinkle.bench import worth
-from twinkle.bench.model_view import blocks, mapping_lines
+from twinkle.bench.model_view import mapping_lines, parts
 from twinkle.bench.results import Result
 from twinkle.bench.worth import AGAIN, FASTER, NOISE, NOT_CALLED, NOT_MEASURED, SLOWER, TOO_FEW, conclude
 from twinkle.kernel import DEFAULT_KERNEL_CONFIG, KernelChoice
-from twinkle.layout import plain
+from twinkle.layout import laid_out, plain
 
 NORM = "transformers.models.qwen3.modeling_qwen3.Qwen3RMSNorm"
 ROTARY = "transformers.models.qwen3.modeling_qwen3.apply_rotary_pos_emb"
@@ -197,7 +197,7 @@ def test_the_mapping_can_be_pasted_at_any_width(width: int) -> None:
 
 
 def shown(results: list[Result], width: int = 200) -> str:
-    return plain(blocks(results, conclude(results), width, enough_s=90.0))
+    return plain(laid_out(parts(results, conclude(results), enough_s=90.0), width))
 
 
 def test_it_says_what_is_worth_it_and_what_is_not() -> None:

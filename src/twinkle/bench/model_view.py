@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 from twinkle.bench import worth
 from twinkle.bench.results import ORIGINAL, Result, significant
 from twinkle.bench.view import factor
 from twinkle.bench.worth import CASE, ORIGINAL_CASE, TOGETHER, Conclusions
+from twinkle.document import GAP, Bar, BarChart, Code, Part, Table, Text
 from twinkle.kernel.report_text import short
-from twinkle.layout import EMPTY_LINE, Block, paragraph, table
+from twinkle.layout import paragraph
 
 COLUMNS = ("entry", "backend", "calls", "saved a step, us", "saved a call, us", "memory, MB", "here")
 NUMBERS = ("calls", "memory, MB")
-STYLES = {worth.SLOWER: "red", worth.NOISE: "dim", worth.NOT_CALLED: "yellow", worth.NOT_MEASURED: "red"}
+STYLES = {
+    worth.SLOWER: "red",
+    worth.NOISE: "dim",
+    worth.NOT_CALLED: "yellow",
+    worth.TOO_FEW: "dim",
+    worth.NOT_MEASURED: "red",
+}
 HERE = {
     worth.FASTER: "{share} faster",
     worth.SLOWER: "not worth it ({share} slower)",
@@ -34,33 +42,51 @@ RESTLESS = 0.05
 """From this part of a step on, the noise is more than a quiet machine has."""
 
 
-def blocks(results: Sequence[Result], found: Conclusions, width: int, *, enough_s: float = 0.0) -> Iterator[Block]:
-    """Everything but the header: at most ``width`` columns, but for what is there to be copied.
+def parts(results: Sequence[Result], found: Conclusions, *, enough_s: float = 0.0) -> Iterator[Part]:
+    """Everything but the header.
 
     Args:
         enough_s: how many seconds give as many rounds as it takes to tell anything.
     """
     original = next(row for row in results if row.case == ORIGINAL_CASE and row.who == ORIGINAL)
     rows = [row for row in results if row.case != ORIGINAL_CASE]
-    yield from _paragraphs(_about_original(original, found, enough_s), width)
-    yield EMPTY_LINE
+    yield from map(Text, _about_original(original, found, enough_s))
+    yield GAP
+    yield from _charts(rows, original, found)
     styles = [STYLES.get(found.verdicts[row.case, row.who], "") for row in rows]
-    yield from table(COLUMNS, [cells(row, original, found) for row in rows], width, numbers=NUMBERS, styles=styles)
-    yield from _paragraphs(_legend(rows), width, "dim")
+    yield Table(COLUMNS, [cells(row, original, found) for row in rows], NUMBERS, styles, word="here")
+    yield from (Text(line, "dim") for line in _legend(rows))
     notes = [f"{name(row)}, {row.who}: {row.note}" for row in rows if row.note]
     if notes:
-        yield EMPTY_LINE
-        yield from _paragraphs(notes, width)
-    yield EMPTY_LINE
-    yield from _paragraphs(_outcome(rows, original, found), width)
+        yield GAP
+        yield from map(Text, notes)
+    yield GAP
+    yield from map(Text, _outcome(rows, original, found))
     if found.chains or found.without:
-        yield EMPTY_LINE
-        yield Block(mapping_lines(found, width), "cyan")
+        yield GAP
+        yield Code(partial(mapping_lines, found))
 
 
-def _paragraphs(texts: Sequence[str], width: int, style: str = "") -> Iterator[Block]:
-    for text in texts:
-        yield Block(paragraph(text, width), style)
+def _charts(rows: Sequence[Result], original: Result, found: Conclusions) -> Iterator[BarChart]:
+    """Time and memory by entry, where they were measured."""
+    saved, memory = [], []
+    for row in rows:
+        text = dict(zip(COLUMNS, cells(row, original, found), strict=True))
+        who, figures = f"{text['entry']}, {text['backend']}", row.figures
+        if "saved_us" in figures:
+            # Of time alone: what holds less memory may still be within the noise.
+            said = worth.judged(figures, "saved", found.noise_us)
+            value, low, high = figures["saved_us"], figures.get("saved_low_us"), figures.get("saved_high_us")
+            saved.append(Bar(who, value, f"{microseconds(value)} us, {said}", low, high, STYLES.get(said, "")))
+        if text["memory, MB"] != "-":
+            more = (figures["step_memory_gb"] - original.figures["step_memory_gb"]) * 1e3
+            memory.append(Bar(who, more, f"{text['memory, MB']} MB", style="red" if more > 0 else ""))
+    if saved:
+        noise = f"; thin line: where the median lies with {worth.CONFIDENCE:.0%} confidence; shaded: the noise"
+        legend = f"right of the line: faster than the original, left of it: slower{noise if found.noise_us else ''}"
+        yield BarChart("Saved a step, us", saved, legend, band=found.noise_us or 0.0)
+    if any(bar.value for bar in memory):
+        yield BarChart("Memory, MB", memory, "left of the line: less than the original's, right of it: more")
 
 
 def name(row: Result) -> str:

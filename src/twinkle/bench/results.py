@@ -192,6 +192,11 @@ def versions() -> dict[str, str | None]:
     return found
 
 
+def packages() -> str:
+    """The versions on one line."""
+    return ", ".join(f"{name} {version}" for name, version in versions().items() if version)
+
+
 def device_name(device: torch.device) -> str:
     """The device's model, e.g. ``NVIDIA H200`` or ``AMD EPYC, 2 cores``."""
     import torch

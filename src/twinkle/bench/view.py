@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from twinkle import layout
+from twinkle import document
 from twinkle.bench.results import EVERYBODY, ORIGINAL, Result, medians, significant
-from twinkle.layout import EMPTY_LINE, Block, paragraph
+from twinkle.document import GAP, Heading, Part, Points, Text
 
 PASSES = {"f": "f", "fb": "f+b"}
 NOISE = 0.03
@@ -106,46 +106,32 @@ QUICK = (
 )
 
 
-def blocks(
-    results: Sequence[Result], copy_gb_per_s: float | None, width: int, *, quick: bool = False
-) -> Iterator[Block]:
+def parts(results: Sequence[Result], copy_gb_per_s: float | None, *, quick: bool = False) -> Iterator[Part]:
     """Everything: a table per op, who was not measured and why, and how the default mapping did.
 
     Args:
         copy_gb_per_s: see :func:`tables`.
-        width: columns of the terminal.
         quick: whether the sizes were toys, from which nothing follows.
     """
     found = tables(results, copy_gb_per_s)
     for one in found:
-        yield Block(
-            [f"{one.op}, ms" if one.op else "small tensors: microseconds that a call costs on the host"], "bold"
-        )
-        yield from _laid_out(one, width)
-        yield EMPTY_LINE
+        yield Heading(f"{one.op}, ms" if one.op else HOST)
+        cells = [[cell.text + "*" * cell.chosen for cell in line] for line in one.lines]
+        yield document.Table(one.columns, cells, labels=one.labels)
+        yield GAP
     if found:
-        yield Block(paragraph("; ".join(filter(None, [LEGEND, LIMIT if copy_gb_per_s else ""])), width), "dim")
-        yield EMPTY_LINE
+        yield Text("; ".join(filter(None, [LEGEND, LIMIT if copy_gb_per_s else ""])), "dim")
+        yield GAP
     reasons = why_not(results)
     if reasons:
-        yield Block(["not measured"], "bold")
+        yield Heading("not measured")
+        points = []
         for (who, why), ops in reasons.items():
             cases = sum((result.who, result.note) == (who, why) for result in results)
-            what = f"{cases} more cases of" if who == EVERYBODY else f"{who} for"
-            yield Block(paragraph(f"{what} {', '.join(ops)}: {why}", width, indent=2))
-        yield EMPTY_LINE
-    for sentence in [QUICK] if quick else verdict(results):
-        yield Block(paragraph(sentence, width))
-
-
-def _laid_out(found: Table, width: int) -> list[Block]:
-    """The table with one cell that says what was measured: where it is too wide, that gets a line of its own."""
-    names, columns = found.columns[: found.labels], found.columns[found.labels :]
-    cells = [[cell.text + "*" * cell.chosen for cell in line] for line in found.lines]
-    widths = [max(map(len, column)) for column in zip(names, *(row[: found.labels] for row in cells), strict=True)]
-    labels = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in [names, *cells]]
-    rows = [(label, *row[found.labels :]) for label, row in zip(labels[1:], cells, strict=True)]
-    return layout.table((labels[0], *columns), rows, width)
+            points.append((f"{f'{cases} more cases of' if who == EVERYBODY else f'{who} for'} {', '.join(ops)}", why))
+        yield Points(points)
+        yield GAP
+    yield from map(Text, [QUICK] if quick else verdict(results))
 
 
 def why_not(results: Iterable[Result]) -> dict[tuple[str, str], list[str]]:

@@ -10,10 +10,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twinkle.commands.console import CommandError, first_line, print_json, progress, quiet_logs, stdout
-from twinkle.commands.console import show as print_blocks
-from twinkle.commands.options import check_writable, parse_device, parse_names
-from twinkle.layout import EMPTY_LINE, Block, paragraph
+from twinkle.commands.console import (
+    CommandError,
+    first_line,
+    print_json,
+    progress,
+    quiet_logs,
+    show_parts,
+    stdout,
+    write_page,
+)
+from twinkle.commands.options import check_files, parse_device, parse_names
+from twinkle.document import GAP, Part, Text
 from twinkle.reasons import did_you_mean
 
 if TYPE_CHECKING:
@@ -58,28 +66,30 @@ def run_ops(
     quick: bool,
     inductor: bool,
     output: Path | None,
+    html: Path | None,
     as_json: bool,
 ) -> int:
     """Measures and prints; the exit code is 1 when a kernel's result is wrong, 3 when nothing could be measured.
 
     Raises:
-        CommandError: there is no such op or device, transformers is missing, or the result file can't be written.
+        CommandError: there is no such op or device, transformers is missing, or a file can't be written.
     """
     if importlib.util.find_spec("transformers") is None:
         raise CommandError("bench times classes of transformers, which isn't installed: pip install transformers")
     chosen, how = parse_device(device, present=True)
     wanted = parse_ops(ops)
-    if output is not None:
-        check_writable("--output", output)
+    check_files({"--output": output, "--html": html})
     measured, interrupted = _measure(chosen, wanted, budget=budget, quick=quick, inductor=inductor, without_bar=as_json)
     if output is not None:
         measured.write(output)
     if as_json:
         print_json(measured.to_dict())
     else:
-        show(measured, how)
+        show_parts(stdout(), parts(measured, how))
         if output is not None:
             stdout().print(f"written: {output}", soft_wrap=True)
+    if html is not None:
+        write_page(html, "Kernels, op by op", parts(measured, how), silent=as_json)
     if interrupted:
         return INTERRUPTED
     return exit_code(measured)
@@ -149,24 +159,21 @@ def exit_code(measured: Run) -> int:
     return 0 if any(result.ms for result in measured.results) else NOTHING_MEASURED
 
 
-def show(measured: Run, how: str) -> None:
+def parts(measured: Run, how: str) -> list[Part]:
     """What was measured on, and what came out."""
-    from twinkle.bench.results import device_name, versions
-    from twinkle.bench.view import blocks
+    from twinkle.bench import view
+    from twinkle.bench.results import device_name, packages
 
-    console = stdout()
-    packages = ", ".join(f"{name} {version}" for name, version in versions().items() if version)
-    header = [Block(paragraph(f"{device_name(measured.device)} ({how}); {packages}", console.width), "bold")]
+    found: list[Part] = [Text(f"{device_name(measured.device)} ({how}); {packages()}", "bold")]
     if measured.ceilings:
         best = "; ".join(f"{value:g} {_unit(name)}" for name, value in measured.ceilings.items())
-        header.append(Block(paragraph(f"at best: {best}", console.width), "dim"))
+        found.append(Text(f"at best: {best}", "dim"))
     copy_speed = measured.ceilings.get("copy_gb_per_s") if measured.device.type != "cpu" else None
     quick, left_out = measured.settings["quick"], not measured.settings["inductor"]
-    found = list(blocks(measured.results, copy_speed, console.width, quick=quick))
+    found += [GAP, *view.parts(measured.results, copy_speed, quick=quick)]
     if left_out:
-        why = "--quick compiles nothing" if quick else "as asked"
-        found.append(Block(paragraph(f"inductor was left out: {why}.", console.width)))
-    print_blocks(console, [*header, EMPTY_LINE, *found])
+        found.append(Text(f"inductor was left out: {'--quick compiles nothing' if quick else 'as asked'}."))
+    return found
 
 
 def _unit(name: str) -> str:

@@ -10,10 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twinkle.commands.bench import INTERRUPTED, NOTHING_MEASURED, WRONG_RESULT
-from twinkle.commands.console import CommandError, count, first_line, print_json, progress, quiet_logs, show, stdout
+from twinkle.commands.console import (
+    CommandError,
+    count,
+    first_line,
+    print_json,
+    progress,
+    quiet_logs,
+    show_parts,
+    stdout,
+    write_page,
+)
 from twinkle.commands.models import ModelSource, check_memory, find_model
-from twinkle.commands.options import check_writable, parse_chain, parse_device, parse_dtype, parse_names
-from twinkle.layout import EMPTY_LINE, Block, paragraph
+from twinkle.commands.options import check_files, parse_chain, parse_device, parse_dtype, parse_names
+from twinkle.document import GAP, Part, Text
 from twinkle.reasons import did_you_mean
 
 if TYPE_CHECKING:
@@ -60,13 +70,14 @@ def run_model(
     also: Sequence[str] | None,
     budget: float | None,
     output: Path | None,
+    html: Path | None,
     as_json: bool,
 ) -> int:
     """Measures and prints; the exit code is 1 when a kernel's loss is wrong, 3 when none could be installed.
 
     Raises:
         CommandError: there is no such model, device, dtype, op or backend, the model or its batch is too large for this
-            machine, or the result file can't be written.
+            machine, or a file can't be written.
     """
     from twinkle.bench.worth import OPT_IN
     from twinkle.kernel import registry
@@ -78,8 +89,7 @@ def run_model(
     where, how = parse_device(device, present=True)
     chosen = parse_dtype(dtype or ("float32" if where == "cpu" else "bfloat16"))
     assert chosen is not None
-    if output is not None:
-        check_writable("--output", output)
+    check_files({"--output": output, "--html": html})
     import torch
 
     asked = Asked(model, source, torch.device(where), chosen, layers, batch, length, ops, also, budget)
@@ -89,9 +99,13 @@ def run_model(
     if as_json:
         print_json(measured.to_dict())
     else:
-        _show(measured, model, how)
+        show_parts(stdout(), _parts(measured, model, how))
         if output is not None:
             stdout().print(f"written: {output}", soft_wrap=True)
+    if html is not None:
+        write_page(
+            html, f"What kernels gain in a training step of {model}", _parts(measured, model, how), silent=as_json
+        )
     return INTERRUPTED if interrupted else exit_code(measured)
 
 
@@ -225,30 +239,25 @@ def exit_code(measured: Run) -> int:
     return WRONG_RESULT if any(row.note.startswith(FAILED) for row in measured.results) else 0
 
 
-def _show(measured: Run, model: str, how: str) -> None:
-    from twinkle.bench import worth
-    from twinkle.bench.model_view import blocks
-    from twinkle.bench.results import device_name, versions
+def _parts(measured: Run, model: str, how: str) -> list[Part]:
+    """What was measured, on what, and what came out."""
+    from twinkle.bench import model_view, worth
+    from twinkle.bench.results import device_name, packages
 
-    console, facts = stdout(), measured.settings
-    packages = ", ".join(f"{name} {version}" for name, version in versions().items() if version)
-    lines = (
-        f"{model}: {facts['class']} with random weights, {count(facts['parameters'])} parameters, "
-        f"{facts['dtype']}, batch {facts['shape']}",
-        f"{device_name(measured.device)} ({how}); {packages}",
-    )
-    header = [Block(paragraph(line, console.width), "bold") for line in lines]
+    facts = measured.settings
+    size = f"{count(facts['parameters'])} parameters, {facts['dtype']}, batch {facts['shape']}"
+    header: list[Part] = [
+        Text(f"{model}: {facts['class']} with random weights, {size}", "bold"),
+        Text(f"{device_name(measured.device)} ({how}); {packages()}", "bold"),
+        GAP,
+    ]
     if not measured.results:
-        show(
-            console, [*header, EMPTY_LINE, Block(paragraph(nothing(model, facts, str(measured.device)), console.width))]
-        )
-        return
-    found = worth.conclude(measured.results)
-    body = blocks(measured.results, found, console.width, enough_s=facts["enough_s"])
+        return [*header, Text(nothing(model, facts, str(measured.device)))]
+    body = model_view.parts(measured.results, worth.conclude(measured.results), enough_s=facts["enough_s"])
     names = {part for row in measured.results for part in (*row.who.split("+"), row.case.removeprefix(worth.CASE))}
     absent = [name for name in facts["also"] if name not in names]
     tail = f"Of --also, nothing of {', '.join(absent)} can be installed in this model here." if absent else ""
-    show(console, [*header, EMPTY_LINE, *body, Block(paragraph(tail, console.width))])
+    return [*header, *body, Text(tail)]
 
 
 def nothing(model: str, facts: dict[str, Any], device: str) -> str:

@@ -7,9 +7,11 @@ import logging
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twinkle.layout import WITHOUT_TERMINAL, Block
+from twinkle.document import Part
+from twinkle.layout import WITHOUT_TERMINAL, Block, laid_out
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,6 +48,22 @@ def show(console: Console, blocks: Iterable[Block]) -> None:
             console.print(line.rstrip(), style="bold" if header else block.style, soft_wrap=True)
         if header:
             console.print(rule * max(map(len, block.lines)), soft_wrap=True)
+
+
+def show_parts(console: Console, parts: Iterable[Part]) -> None:
+    """Prints a report's parts, laid out for the console."""
+    show(console, laid_out(parts, console.width))
+
+
+def write_page(file: Path, title: str, parts: Iterable[Part], *, silent: bool) -> None:
+    """Writes a report's parts as a page, and says so unless ``silent``."""
+    from twinkle.bench.results import packages
+    from twinkle.page import page
+
+    # A file's name need not be text: what of it can't be written is no reason to lose what was measured.
+    file.write_text(page(title, parts, packages()), encoding="utf-8", errors="replace")
+    if not silent:
+        stdout().print(f"written: {file}", soft_wrap=True)
 
 
 def print_json(data: Any) -> None:

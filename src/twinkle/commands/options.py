@@ -121,6 +121,22 @@ def check_writable(option: str, file: Path, may_make: Path | None = None) -> Non
         raise CommandError(f"{option} {file}: {error.strerror}; name a file that can be written") from None
 
 
+def check_files(files: Mapping[str, Path | None]) -> None:
+    """:func:`check_writable` for the files of several options; None for one that wasn't given.
+
+    Raises:
+        CommandError: one can't be written, or two options name the same.
+    """
+    options: dict[Path, str] = {}
+    for option, file in files.items():
+        if file is None:
+            continue
+        check_writable(option, file)
+        other = options.setdefault(file.resolve(), option)
+        if other != option:
+            raise CommandError(f"{option} {file}: {other} writes there too; name another file")
+
+
 def mapping_for(chain: tuple[str, ...]) -> Mapping[Any, Any]:
     """The default mapping, with every entry's backends replaced when there is a chain."""
     from twinkle.kernel import DEFAULT_KERNEL_CONFIG

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from twinkle.commands.console import count, print_json, progress, quiet_logs, show, stdout
+from twinkle.commands.console import count, print_json, progress, quiet_logs, show_parts, stdout, write_page
 from twinkle.commands.models import find_model
-from twinkle.commands.options import mapping_for, parse_chain, parse_device, parse_dtype
-from twinkle.kernel.report_text import concerning, report_blocks
+from twinkle.commands.options import check_files, mapping_for, parse_chain, parse_device, parse_dtype
+from twinkle.document import GAP, Part, Text
+from twinkle.kernel.report_text import concerning, report_parts
 from twinkle.platforms import platform_of
 
 
@@ -20,16 +22,18 @@ def run(
     dtype: str | None,
     backends: Sequence[str] | None,
     all_rows: bool,
+    html: Path | None,
     as_json: bool,
 ) -> int:
     """Prints the plan; the exit code is 0.
 
     Raises:
-        CommandError: there is no such model, device, dtype or backend.
+        CommandError: there is no such model, device, dtype or backend, or the page can't be written.
     """
     chain = parse_chain(backends)
     source = find_model(model)
     planned_for, how = parse_device(device, present=False)
+    check_files({"--html": html})
     with progress(as_json) as bar:
         bar.add_task(f"building {model} on the meta device", total=None)
         built = source.on_meta(parse_dtype(dtype))
@@ -46,13 +50,22 @@ def run(
     }
     if as_json:
         print_json(facts if all_rows else {**facts, "rows": concerning(facts["rows"])})
-        return 0
-    console = stdout()
-    parameters = count(facts["parameters"])
-    console.print(f"{model}: {facts['class']}, {parameters} parameters, {facts['dtype']}", style="bold")
-    console.print(f"planned for {planned_for} ({how}){': ' + ', '.join(chain) + ' for every entry' if chain else ''}\n")
-    show(console, report_blocks(facts, console.width, all_rows=all_rows, lists_all="--all"))
+    else:
+        show_parts(stdout(), _parts(facts, how, all_rows))
+    if html is not None:
+        write_page(html, f"What kernelize() would do to {model}", _parts(facts, how, all_rows), silent=as_json)
     return 0
+
+
+def _parts(facts: dict[str, Any], how: str, all_rows: bool) -> list[Part]:
+    asked = f": {', '.join(facts['backends'])} for every entry" if facts["backends"] else ""
+    size = f"{count(facts['parameters'])} parameters, {facts['dtype']}"
+    return [
+        Text(f"{facts['model']}: {facts['class']}, {size}", "bold"),
+        Text(f"planned for {facts['device']} ({how}){asked}"),
+        GAP,
+        *report_parts(facts, all_rows=all_rows, lists_all="--all"),
+    ]
 
 
 def _plan(model: Any, chain: tuple[str, ...], device: str) -> dict[str, Any]:

@@ -8,13 +8,14 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twinkle.commands.console import first_line, print_json, progress, quiet_logs, show, stdout
+from twinkle.commands.console import first_line, print_json, progress, quiet_logs, show_parts, stdout, write_page
 from twinkle.commands.models import check_memory, find_model
-from twinkle.commands.options import mapping_for, parse_chain, parse_device, parse_dtype
-from twinkle.kernel.report_text import reasons_blocks, short, unimplemented_line
-from twinkle.layout import Block, paragraph, table
+from twinkle.commands.options import check_files, mapping_for, parse_chain, parse_device, parse_dtype
+from twinkle.document import GAP, Bar, BarChart, Part, Table, Text
+from twinkle.kernel.report_text import reasons, short, unimplemented_line
 
 if TYPE_CHECKING:
     import torch
@@ -84,18 +85,21 @@ def run(
     dtype: str | None,
     backends: Sequence[str] | None,
     layers: int | None,
+    html: Path | None,
     as_json: bool,
 ) -> int:
     """Prints the verdicts; the exit code is 1 when something is off, 3 when nothing was verified, else 0.
 
     Raises:
-        CommandError: there is no such model, device, dtype or backend, or the model is too large for this machine.
+        CommandError: there is no such model, device, dtype or backend, the model is too large for this machine, or the
+            page can't be written.
     """
     chain = parse_chain(backends)
     chosen = parse_dtype(dtype or "float32")
     source = find_model(model)
     where, how = parse_device(device, present=True)
     assert chosen is not None
+    check_files({"--html": html})
     with progress(as_json) as bar, quiet_logs():
         task = bar.add_task(f"building {model}", total=None)
         if source.preset is None:
@@ -109,11 +113,17 @@ def run(
     if as_json:
         facts = {"model": model, "device": where, "dtype": name, "ok": code == 0}
         print_json(facts | {"entries": [asdict(outcome) for outcome in outcomes]})
-        return code
-    console = stdout()
-    console.print(f"{model}: {type(original).__name__} with random weights, {name} on {where} ({how})\n", style="bold")
-    show(console, blocks(outcomes, console.width))
-    console.print(f"\n{conclusion(outcomes, where, model, chain)}")
+    said = [
+        Text(f"{model}: {type(original).__name__} with random weights, {name} on {where} ({how})", "bold"),
+        GAP,
+        *parts(outcomes),
+        GAP,
+        Text(conclusion(outcomes, where, model, chain)),
+    ]
+    if not as_json:
+        show_parts(stdout(), said)
+    if html is not None:
+        write_page(html, f"Do the kernels agree with the original in {model}?", said, silent=as_json)
     return code
 
 
@@ -293,22 +303,33 @@ STYLES = {OFF: "red", NOT_INSTALLED: "dim", NOT_CALLED: "yellow", UNDECIDED: "ye
 COLUMNS = ("entry", "backend", "sites", "calls", "worst tensor", "used", "verdict")
 
 
-def blocks(outcomes: list[Outcome], width: int) -> list[Block]:
+def parts(outcomes: list[Outcome]) -> list[Part]:
     """One line per outcome, and the reasons; entries that nobody has written a backend for yet share a line."""
     shown = [outcome for outcome in outcomes if not outcome.unimplemented]
     styles = [STYLES.get(outcome.verdict, "") for outcome in shown]
-    found = table(COLUMNS, [_cells(o) for o in shown], width, numbers=("sites", "calls", "used"), styles=styles)
+    found: list[Part] = [*_chart(shown)]
+    found.append(Table(COLUMNS, [_cells(o) for o in shown], ("sites", "calls", "used"), styles, word="verdict"))
     waiting = unimplemented_line([row for outcome in outcomes for row in outcome.rows])
     used = (
         f"used: share of the allowed error that the worst tensor uses, median of {INPUTS} inputs; where that "
         f"is between 100% and {SURE:.0%}, of {MORE_INPUTS} others"
     )
-    found += [Block(paragraph(line, width), "dim") for line in (waiting, used)]
+    found += [Text(waiting, "dim"), Text(used, "dim")]
     for outcome in outcomes:
         if outcome.reason:
-            text = f"{short(outcome.target)}: {outcome.reason}"
-            found.append(Block(paragraph(text, width), "red" if outcome.verdict == OFF else ""))
-    return found + reasons_blocks([row for outcome in shown for row in outcome.rows], width)
+            found.append(Text(f"{short(outcome.target)}: {outcome.reason}", "red" if outcome.verdict == OFF else ""))
+    return found + reasons([row for outcome in shown for row in outcome.rows])
+
+
+def _chart(outcomes: list[Outcome]) -> Iterator[BarChart]:
+    bars = [
+        Bar(short(o.target), o.used, f"{percent(o.used)}, {o.verdict}", style=STYLES.get(o.verdict, ""))
+        for o in outcomes
+        if o.used is not None
+    ]
+    if bars:
+        legend = f"dashed: the limit; no bar is drawn longer than {SURE:.0%}"
+        yield BarChart("Share of the allowed error that the worst tensor uses", bars, legend, limit=1.0, ends=SURE)
 
 
 def percent(used: float) -> str:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from twinkle.layout import EMPTY_LINE, Block, paragraph, table
+from twinkle.document import GAP, Code, Heading, Part, Points, Table, Text
 
 PLAN_COLUMNS = ("target", "op", "state", "backend", "scope", "sites")
 REPORT_COLUMNS = (*PLAN_COLUMNS, "calls", "fallbacks")
@@ -115,12 +116,10 @@ def cells(row: dict[str, Any], columns: Sequence[str], planned: bool = False) ->
     return ["-" if name in ("calls", "fallbacks") and not installed else values[name] for name in columns]
 
 
-def rows_blocks(
-    rows: list[dict[str, Any]], columns: Sequence[str], width: int, *, planned: bool = False
-) -> list[Block]:
+def rows_table(rows: list[dict[str, Any]], columns: Sequence[str], *, planned: bool = False) -> Table:
     """The table; rows of which nothing came are dim."""
     styles = ["" if row["state"] == "installed" else "dim" for row in rows]
-    return table(columns, [cells(row, columns, planned) for row in rows], width, numbers=NUMBERS, styles=styles)
+    return Table(columns, [cells(row, columns, planned) for row in rows], NUMBERS, styles, word="state")
 
 
 def losers(rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
@@ -169,16 +168,14 @@ def _calls(number: int) -> str:
     return "1 call was" if number == 1 else f"{number} calls were"
 
 
-def reasons_blocks(rows: list[dict[str, Any]], width: int) -> list[Block]:
+def reasons(rows: list[dict[str, Any]]) -> list[Part]:
     """Why candidates lost, and the notes: one paragraph each, below headings."""
-    lost = [f"{backend} for {ops}: {text}" for backend, ops, text in losers(rows)]
-    sections = {"Why not more": lost, "Notes": [f"{target}: {note}" for target, note in notes(rows)]}
-    blocks = []
-    for heading, texts in sections.items():
-        if texts:
-            blocks += [EMPTY_LINE, Block([heading], "bold")]
-            blocks += [Block(paragraph(text, width, indent=2)) for text in texts]
-    return blocks
+    lost = [(f"{backend} for {ops}", text) for backend, ops, text in losers(rows)]
+    parts: list[Part] = []
+    for heading, points in (("Why not more", lost), ("Notes", notes(rows))):
+        if points:
+            parts += [GAP, Heading(heading), Points(points)]
+    return parts
 
 
 def legend(rows: list[dict[str, Any]]) -> list[str]:
@@ -200,33 +197,30 @@ def elsewhere(report: dict[str, Any]) -> str:
     )
 
 
-def report_blocks(
-    report: dict[str, Any], width: int, *, all_rows: bool = False, lists_all: str = "table(all_rows=True)"
-) -> list[Block]:
+def report_parts(
+    report: dict[str, Any], *, all_rows: bool = False, lists_all: str = "table(all_rows=True)"
+) -> list[Part]:
     """The whole report: table, what is left out of it, reasons, what nothing covers, and what the words mean.
 
     Args:
         report: ``Report.to_dict()``.
-        width: columns of the terminal or page.
         all_rows: also list the entries that name nothing of this model, and the ops without a backend.
         lists_all: what the reader can do to get them listed.
     """
     selection = select(report, all_rows)
-    blocks = [Block(paragraph(elsewhere(report), width), "yellow"), EMPTY_LINE] if elsewhere(report) else []
+    parts: list[Part] = [Text(elsewhere(report), "yellow"), GAP] if elsewhere(report) else []
     if selection.rows:
-        blocks += rows_blocks(selection.rows, columns_of(report), width, planned=report["planned"])
+        parts.append(rows_table(selection.rows, columns_of(report), planned=report["planned"]))
     else:
-        blocks.append(Block(paragraph(_nothing(report, selection), width)))
-    if selection.unimplemented:
-        blocks.append(Block(paragraph(selection.unimplemented, width), "dim"))
+        parts.append(Text(_nothing(report, selection)))
+    parts.append(Text(selection.unimplemented, "dim"))
     if selection.hidden:
         entries = "1 more entry names" if selection.hidden == 1 else f"{selection.hidden} more entries name"
-        more = f"{entries} parts of other models ({lists_all} lists them)"
-        blocks.append(Block(paragraph(more, width), "dim"))
-    blocks += reasons_blocks([row for row in selection.rows if row["state"] != "unused"], width)
-    blocks += _uncovered_blocks(report, width)
-    words = [Block(paragraph(line, width), "dim") for line in legend(selection.rows)]
-    return [*blocks, EMPTY_LINE, *words] if words else blocks
+        parts.append(Text(f"{entries} parts of other models ({lists_all} lists them)", "dim"))
+    parts += reasons([row for row in selection.rows if row["state"] != "unused"])
+    parts += _uncovered(report)
+    words = [Text(line, "dim") for line in legend(selection.rows)]
+    return [*parts, GAP, *words] if words else parts
 
 
 def _nothing(report: dict[str, Any], selection: Selection) -> str:
@@ -235,17 +229,16 @@ def _nothing(report: dict[str, Any], selection: Selection) -> str:
     return f"No entry of the mapping {'can be installed in' if selection.unimplemented else 'concerns'} this model."
 
 
-def _uncovered_blocks(report: dict[str, Any], width: int) -> list[Block]:
+def _uncovered(report: dict[str, Any]) -> list[Part]:
     if not report["uncovered"]:
         return []
     by = "any entry" if report["rows"] or report["planned"] else "the default mapping"
-    blocks = [EMPTY_LINE, Block(paragraph(f"Not covered by {by}", width), "bold")]
+    parts: list[Part] = [GAP, Heading(f"Not covered by {by}")]
     for part in report["uncovered"]:
-        what = f"{part['instances']} x {part['target']}: {part['variant'] or part['reason']}"
-        blocks.append(Block(paragraph(what, width, indent=2)))
+        parts.append(Points([(f"{part['instances']} x {part['target']}", part["variant"] or part["reason"])]))
         if part["config_line"]:
-            blocks.append(Block(_code(part["config_line"], width), "cyan"))
-    return blocks
+            parts.append(Code(partial(_code, part["config_line"])))
+    return parts
 
 
 def _code(line: str, width: int) -> list[str]:

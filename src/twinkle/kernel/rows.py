@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from twinkle.kernel.report_text import report_blocks
-from twinkle.layout import plain, width_of_terminal
+from twinkle.kernel.report_text import report_parts
+from twinkle.layout import laid_out, plain, width_of_terminal
 from twinkle.reasons import Counts, Reason
 
 STATES = ("installed", "kept", "refused", "missing", "overridden", "unused", "failed")
@@ -225,7 +225,7 @@ class Report:
                 instead of a line about them.
             width: columns to lay it out for; those of the terminal when None.
         """
-        return plain(report_blocks(self.to_dict(), width or width_of_terminal(), all_rows=all_rows))
+        return plain(laid_out(report_parts(self.to_dict(), all_rows=all_rows), width or width_of_terminal()))
 
     def __str__(self) -> str:
         return self.table()

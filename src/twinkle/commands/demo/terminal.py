@@ -6,8 +6,8 @@ from rich.console import Console
 
 from twinkle.commands.console import show as print_blocks
 from twinkle.commands.demo.outcome import Outcome, downsampled
-from twinkle.kernel.report_text import SERVED_COLUMNS, reasons_blocks, report_blocks, rows_blocks, select
-from twinkle.layout import paragraph, table
+from twinkle.kernel.report_text import SERVED_COLUMNS, reasons, report_parts, rows_table, select
+from twinkle.layout import laid_out, paragraph, table
 
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 WIDTH = 40
@@ -24,15 +24,15 @@ def show(console: Console, outcome: Outcome) -> None:
     """Plan, curves, figures, checks and what they mean."""
     console.print(outcome.setting())
     console.print("\nWhat the default mapping does on this machine", style="bold")
-    print_blocks(console, report_blocks(outcome.plan, console.width, lists_all="twinkle-kernel plan --all"))
+    print_blocks(console, laid_out(report_parts(outcome.plan, lists_all="twinkle-kernel plan --all"), console.width))
     console.print("\nWhat serves in this run", style="bold")
     for sentence in outcome.how_served():
         console.print(sentence)
     rows = [row for row in select(outcome.report).rows if row["state"] not in ("unused", "missing")]
     if outcome.installed:
-        print_blocks(console, rows_blocks(outcome.installed, SERVED_COLUMNS, console.width))
+        print_blocks(console, laid_out([rows_table(outcome.installed, SERVED_COLUMNS)], console.width))
         if outcome.backends:
-            print_blocks(console, reasons_blocks(rows, console.width))
+            print_blocks(console, laid_out(reasons(rows), console.width))
 
     console.print("\nLoss", style="bold")
     runs = {"original": outcome.original, "kernelized": outcome.kernelized}
