@@ -65,6 +65,7 @@ def test_what_is_wrong_is_said_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "schema"), [("gelu", None), ("add", ADD), ("mean", MEAN), ("layer_norm", None)])
 def test_it_is_as_the_linter_wants_it(name: str, schema: str | None, tmp_path: Path) -> None:
+    pytest.importorskip("ruff")
     scaffold.make(scaffold.overload_of(name, schema), tmp_path / "ops")
     for command in (["check"], ["format", "--check"]):
         options = ["--config", str(ROOT / "pyproject.toml"), "--no-cache", str(tmp_path / "ops")]
