@@ -49,7 +49,7 @@ def by(products: Any) -> Iterator[None]:
 
 
 def ours(x: Any, index: Any, weights: Any, stacks: Any, variant: MoeExpertsVariant) -> torch.Tensor:
-    return backend._Experts.apply(x, weights, *stacks, index, variant)
+    return backend._experts(x, weights, *stacks, index, variant)
 
 
 SIZES = by_device(

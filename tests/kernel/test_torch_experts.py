@@ -30,7 +30,7 @@ SIZES = [(13, 24, 16, 5, 2), (1, 8, 8, 2, 1), (7, 16, 40, 3, 3), (40, 16, 16, 9,
 
 
 def ours(x: Any, index: Any, weights: Any, stacks: Any, variant: MoeExpertsVariant) -> torch.Tensor:
-    return backend._Experts.apply(x, weights, *stacks, index, variant)
+    return backend._experts_with_gradients(x, weights, *stacks, index, variant)
 
 
 @examples
@@ -182,9 +182,9 @@ def test_a_kernel_is_chosen_by_the_configuration(registered: tuple[str, ...]) ->
     model = copy.deepcopy(original)
     model.set_experts_implementation("twinkle_torch")
     calls = []
-    forward = backend._Experts.forward
+    serve = backend._experts_with_gradients
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(backend._Experts, "forward", lambda *args: calls.append(1) or forward(*args))
+        patched.setattr(backend, "_experts_with_gradients", lambda *args: calls.append(1) or serve(*args))
         model(**presets.inputs(model))
         original(**presets.inputs(model))
     assert len(calls) == sum(hasattr(module, "gate_up_proj") for module in model.modules()) > 0

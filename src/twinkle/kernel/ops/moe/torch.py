@@ -7,7 +7,6 @@ same formula is differentiated by PyTorch and fused.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,23 +15,21 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from twinkle.kernel.ops.derived import layer
+from twinkle.kernel.ops.moe.calls import SMOOTH, call_reason, differentiable, has_grouped_mm
 from twinkle.kernel.ops.moe.experts_reference import (
     Gate,
     MoeExpertsVariant,
     Stacks,
-    moe_experts,
     other_implementation,
     stacks_of,
 )
 from twinkle.kernel.ops.moe.routing import Route, route
 from twinkle.kernel.ops.torch_support import transformed
-from twinkle.kernel.ops.triton_support import gradients_with_graph
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
     from twinkle.kernel.targets import Site
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -124,36 +121,13 @@ def _shares(index: torch.Tensor, weights: torch.Tensor, experts: int) -> torch.T
 # --- its gradients ----------------------------------------------------------------------------------------------------
 
 
-class _Experts(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
-        gate_up_bias: torch.Tensor | None,
-        down_bias: torch.Tensor | None,
-        index: torch.Tensor,
-        variant: MoeExpertsVariant,
-    ) -> torch.Tensor:
-        stacks = gate_up, down, gate_up_bias, down_bias
-        to = route(index, gate_up.shape[0])
-        projected = _projected(_rows(x, to), to, stacks, variant)
-        result = F.grouped_mm(_gated(projected, variant), _inwards(down, variant), offs=to.ends)
-        ctx.variant = variant
-        ctx.save_for_backward(x, weights, *stacks, index, projected, *to[:3])
-        return _combined(result.masked_fill_(_nobody(to), 0), index, weights, to, down_bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        x, weights, gate_up, down, gate_up_bias, down_bias, index, projected, slots, places, ends = ctx.saved_tensors
-        stacks, variant, needed = (gate_up, down, gate_up_bias, down_bias), ctx.variant, ctx.needs_input_grad[:6]
-        if torch.is_grad_enabled():  # the gradient is to be differentiated again
-            formula = functools.partial(_by_formula, index=index, variant=variant)
-            return (*gradients_with_graph(formula, (x, weights, *stacks), needed, grad), None, None)
-        to = Route(slots, places, ends, index.shape[-1])
-        return (*_gradients(x, index, weights, stacks, variant, projected, to, grad, needed), None, None)
+def _results(
+    x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, stacks: Stacks, variant: MoeExpertsVariant, keep: bool
+) -> tuple[torch.Tensor, torch.Tensor, Route]:
+    to = route(index, stacks[0].shape[0])
+    projected = _projected(_rows(x, to), to, stacks, variant)
+    result = F.grouped_mm(_gated(projected, variant), _inwards(stacks[1], variant), offs=to.ends)
+    return _combined(result.masked_fill_(_nobody(to), 0), index, weights, to, stacks[3]), projected, to
 
 
 def _gradients(
@@ -237,10 +211,7 @@ def _of_gate(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: Gat
     return dgate, dup
 
 
-def _by_formula(
-    x: torch.Tensor, weights: torch.Tensor, *stacks: Any, index: torch.Tensor, variant: MoeExpertsVariant
-) -> torch.Tensor:
-    return moe_experts(x, index, weights, stacks, variant)
+_experts_with_gradients = differentiable(_results, _gradients)
 
 
 # --- the backend ------------------------------------------------------------------------------------------------------
@@ -249,19 +220,11 @@ def _by_formula(
 def accepts(site: Site) -> Reason | None:
     """Every variant with a smooth activation, where PyTorch has the product."""
     activation = site.variant.gate.activation
-    if activation not in ACTIVATIONS:
-        return Reason("activation", f"the activation is {activation}; the kernel has {', '.join(ACTIVATIONS)}")
+    if activation not in SMOOTH:
+        return Reason("activation", f"the activation is {activation}; the kernel has {', '.join(SMOOTH)}")
     if not has_grouped_mm(site.device):
         return Reason("device", f"PyTorch has no grouped matrix product on {site.device.type} here")
     return None
-
-
-@functools.lru_cache(maxsize=64)
-def has_grouped_mm(device: torch.device) -> bool:
-    """Whether PyTorch multiplies groups of rows in one call there: on CPUs, and NVIDIA GPUs from Ampere on."""
-    if device.type == "cuda":
-        return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
-    return device.type == "cpu"
 
 
 def load(target: Any, site: Site) -> type[nn.Module]:
@@ -274,7 +237,7 @@ def load(target: Any, site: Site) -> type[nn.Module]:
         stacks = stacks_of(self, variant)
         if is_compiling():
             return grouped_experts(hidden_states, top_k_index, top_k_weights, stacks, variant)
-        return _Experts.apply(hidden_states, top_k_weights, *stacks, top_k_index, variant)  # type: ignore[no-any-return]
+        return _experts_with_gradients(hidden_states, top_k_weights, *stacks, top_k_index, variant)
 
     def accepts_call(
         self: Any, hidden_states: torch.Tensor, top_k_index: Any = None, top_k_weights: Any = None
@@ -288,15 +251,14 @@ def load(target: Any, site: Site) -> type[nn.Module]:
 
 def _call_reason(x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, stacks: Stacks) -> str | None:
     """Why a call can't be served."""
-    if x.dim() != 2 or index.dim() != 2 or weights.shape != index.shape:
-        return "tokens of [tokens, hidden size] and choices of [tokens, chosen] only"
+    reason = call_reason(x, index, weights, stacks)
+    if reason is not None:
+        return reason
     there = [tensor for tensor in (x, weights, *stacks) if tensor is not None]
     if any(type(tensor) not in (torch.Tensor, nn.Parameter) for tensor in there):
         return "a tensor subclass"
-    if any(tensor.device != x.device for tensor in (*there, index)):
+    if any(tensor.device != x.device for tensor in there):
         return "the tensors are on different devices"
-    if any(stack is not None and stack.dtype != x.dtype for stack in stacks):
-        return "tokens and weights have different dtypes"
     if x.dtype not in DTYPES:
         return "the dtype is none of fp32, bf16, fp16"
     if x.dtype != torch.bfloat16 and (is_compiling() or x.device.type != "cpu"):
@@ -305,9 +267,6 @@ def _call_reason(x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, st
         return "rows of the weights aren't whole 16 bytes, which PyTorch's grouped product asks for"
     if x.numel() == 0:
         return "an empty tensor"
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != x.dtype:
-        return "autocast would make the original multiply in another dtype"
     return transformed()
 
 

@@ -5,12 +5,11 @@ Its rows have to be there, so the tokens' are gathered first. See :mod:`twinkle.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.nn.functional as F
 
 from twinkle.kernel.ops.moe import triton_launch as launch
+from twinkle.kernel.ops.moe.calls import has_grouped_mm
 from twinkle.kernel.ops.moe.experts_reference import MoeExpertsVariant, Stacks
 from twinkle.kernel.ops.moe.routing import Route
 
@@ -19,7 +18,7 @@ def fits(x: torch.Tensor, stacks: Stacks, variant: MoeExpertsVariant) -> bool:
     """Whether it can take them: on a CPU or an NVIDIA GPU, bf16, gate first, no biases, rows of whole 16 bytes."""
     gate_up, down, *biases = stacks
     plain = not variant.interleaved and biases[0] is None and biases[1] is None
-    if x.dtype != torch.bfloat16 or not plain or not _has_grouped_mm(x.device):
+    if x.dtype != torch.bfloat16 or not plain or not has_grouped_mm(x.device):
         return False
     return _aligned(gate_up) and _aligned(down)
 
@@ -28,13 +27,6 @@ def _aligned(stack: torch.Tensor) -> bool:
     _, outer, inner = stack.shape
     expert, _, column = stack.stride()
     return column == 1 and not (outer % 16 or inner % 16 or expert % 16 or stack.data_ptr() % 16)
-
-
-@functools.cache
-def _has_grouped_mm(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
-    return device.type == "cpu"
 
 
 def up(

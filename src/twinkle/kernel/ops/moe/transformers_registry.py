@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.compiler import is_compiling
 
+from twinkle.kernel.ops.moe.calls import has_grouped_mm
 from twinkle.kernel.ops.moe.experts_reference import probe
-from twinkle.kernel.ops.moe.torch import has_grouped_mm
 from twinkle.kernel.reclass import peel
 from twinkle.kernel.registry import availability, backends_of, get_impl, load_impl
 from twinkle.kernel.targets import Site

@@ -6,7 +6,6 @@ where the experts' results are summed up. Nothing waits for the device.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,64 +15,26 @@ from torch.compiler import is_compiling
 from twinkle.kernel.ops.derived import layer
 from twinkle.kernel.ops.moe import torch_products, triton_products
 from twinkle.kernel.ops.moe import triton_launch as launch
-from twinkle.kernel.ops.moe.experts_reference import (
-    MoeExpertsVariant,
-    Stacks,
-    moe_experts,
-    other_implementation,
-    stacks_of,
-)
+from twinkle.kernel.ops.moe.calls import SMOOTH, call_reason, differentiable
+from twinkle.kernel.ops.moe.experts_reference import MoeExpertsVariant, Stacks, other_implementation, stacks_of
 from twinkle.kernel.ops.moe.routing import Route
 from twinkle.kernel.ops.moe.triton_routing import route
-from twinkle.kernel.ops.triton_support import call_reason, device_reason, gradients_with_graph
+from twinkle.kernel.ops.triton_support import call_reason as tensors_reason
+from twinkle.kernel.ops.triton_support import device_reason
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
     from twinkle.kernel.targets import Site
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
-
 
 def _results(
-    x: torch.Tensor, weights: torch.Tensor, stacks: Stacks, index: torch.Tensor, variant: MoeExpertsVariant, keep: bool
+    x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, stacks: Stacks, variant: MoeExpertsVariant, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, Route]:
-    """The output, with ``keep`` both projections for the backward, and the route; rows of ``x`` are dense."""
-    to = route(index, stacks[0].shape[0])
+    x, to = _with_dense_rows(x), route(index, stacks[0].shape[0])
     products = products_for(x, stacks, variant)
     product, projected = products.up(x, to, stacks, variant, keep)
-    return launch.combine(products.down(product, to, stacks, variant), to, weights, x.dtype), projected, to
-
-
-class _Experts(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
-        gate_up_bias: torch.Tensor | None,
-        down_bias: torch.Tensor | None,
-        index: torch.Tensor,
-        variant: MoeExpertsVariant,
-    ) -> torch.Tensor:
-        stacks = gate_up, down, gate_up_bias, down_bias
-        x, weights = _with_dense_rows(x), weights.contiguous()
-        out, projected, to = _results(x, weights, stacks, index, variant, any(ctx.needs_input_grad))
-        ctx.variant = variant
-        ctx.save_for_backward(x, weights, *stacks, index, projected, *to[:3])
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        x, weights, gate_up, down, gate_up_bias, down_bias, index, projected, slots, places, ends = ctx.saved_tensors
-        stacks, variant, needed = (gate_up, down, gate_up_bias, down_bias), ctx.variant, ctx.needs_input_grad[:6]
-        if torch.is_grad_enabled():  # the gradient is to be differentiated again
-            formula = functools.partial(_by_formula, index=index, variant=variant)
-            return (*gradients_with_graph(formula, (x, weights, *stacks), needed, grad), None, None)
-        to = Route(slots, places, ends, index.shape[-1])
-        found = _gradients(x, weights, stacks, index, variant, projected, to, _with_dense_rows(grad), needed)
-        return (*found, None, None)
+    y = products.down(product, to, stacks, variant)
+    return launch.combine(y, to, weights.contiguous(), x.dtype), projected, to
 
 
 def products_for(x: torch.Tensor, stacks: Stacks, variant: MoeExpertsVariant) -> Any:
@@ -83,9 +44,9 @@ def products_for(x: torch.Tensor, stacks: Stacks, variant: MoeExpertsVariant) ->
 
 def _gradients(
     x: torch.Tensor,
+    index: torch.Tensor,
     weights: torch.Tensor,
     stacks: Stacks,
-    index: torch.Tensor,
     variant: MoeExpertsVariant,
     projected: torch.Tensor,
     to: Route,
@@ -93,6 +54,7 @@ def _gradients(
     needed: tuple[bool, ...],
 ) -> list[torch.Tensor | None]:
     """Of ``x``, the router's weights and the four stacks."""
+    x, grad, weights = _with_dense_rows(x), _with_dense_rows(grad), weights.contiguous()
     products = products_for(x, stacks, variant)
     rows = products.gathered(grad, to)
     dprojected, product, share = products.gate_backward(rows, to, stacks, variant, weights, projected)
@@ -121,17 +83,14 @@ def _with_dense_rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _by_formula(
-    x: torch.Tensor, weights: torch.Tensor, *stacks: Any, index: torch.Tensor, variant: MoeExpertsVariant
-) -> torch.Tensor:
-    return moe_experts(x, index, weights, stacks, variant)
+_experts = differentiable(_results, _gradients)
 
 
 def accepts(site: Site) -> Reason | None:
     """Every variant with a smooth activation, on a device that Triton runs on."""
     activation = site.variant.gate.activation
-    if activation not in ACTIVATIONS:
-        return Reason("activation", f"the activation is {activation}; the kernel has {', '.join(ACTIVATIONS)}")
+    if activation not in SMOOTH:
+        return Reason("activation", f"the activation is {activation}; the kernel has {', '.join(SMOOTH)}")
     return device_reason(site)
 
 
@@ -144,9 +103,8 @@ def load(target: Any, site: Site) -> type[nn.Module]:
     ) -> torch.Tensor:
         stacks = stacks_of(self, variant)
         if torch.is_grad_enabled():
-            return _Experts.apply(hidden_states, top_k_weights, *stacks, top_k_index, variant)  # type: ignore[no-any-return]
-        rows, weights = _with_dense_rows(hidden_states), top_k_weights.contiguous()
-        return _results(rows, weights, stacks, top_k_index, variant, keep=False)[0]
+            return _experts(hidden_states, top_k_weights, *stacks, top_k_index, variant)
+        return _results(hidden_states, top_k_index, top_k_weights, stacks, variant, keep=False)[0]
 
     def accepts_call(
         self: Any, hidden_states: torch.Tensor, top_k_index: Any = None, top_k_weights: Any = None
@@ -154,20 +112,10 @@ def load(target: Any, site: Site) -> type[nn.Module]:
         if is_compiling():
             return "inside a compiler, which can't see into it"
         stacks = stacks_of(self, variant)
-        reason = other_implementation(self, variant) or call_reason(hidden_states, top_k_weights, *stacks)
-        if reason is not None:
-            return reason
-        if hidden_states.dim() != 2 or top_k_index.dim() != 2 or top_k_weights.shape != top_k_index.shape:
-            return "tokens of [tokens, hidden size] and choices of [tokens, chosen] only"
-        if top_k_index.numel() >= 2**31:
-            return "more choices than 32 bits count"
-        if top_k_index.device != hidden_states.device:
-            return "the tensors are on different devices"
-        if any(stack is not None and stack.dtype != hidden_states.dtype for stack in stacks):
-            return "tokens and weights have different dtypes"
-        kind = hidden_states.device.type
-        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != hidden_states.dtype:
-            return "autocast would make the original multiply in another dtype"
-        return None
+        return (
+            other_implementation(self, variant)
+            or tensors_reason(hidden_states, top_k_weights, *stacks)
+            or call_reason(hidden_states, top_k_index, top_k_weights, stacks)
+        )
 
     return layer("TritonMoeExperts", forward, accepts_call)
