@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
+import os
 import resource
+import subprocess
+import sys
 import threading
 import weakref
 from copy import deepcopy
@@ -252,6 +255,33 @@ def test_threads_that_register_close_and_call(chip: Profile) -> None:
 
 
 # --- several at once --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.multiprocess
+def test_a_fork_while_another_thread_registers(environment: dict[str, str], chip: Profile) -> None:
+    """The child has no thread that would release the lock."""
+    code = f"""
+import os, signal, threading
+from ops.clone import register_a1
+from twinkle.aten.registration import _lock
+
+held, seconds = threading.Event(), 0.3
+def hold():
+    with _lock:
+        held.set()
+        threading.Event().wait(seconds)
+threading.Thread(target=hold).start()
+held.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    register_a1(platform={chip.platform!r}).close()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_install_all(chip: Profile) -> None:
