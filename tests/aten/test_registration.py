@@ -12,6 +12,7 @@ import sys
 import threading
 import weakref
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -331,6 +332,15 @@ def test_detach_says_what_it_does_to_modules(chip: Profile, caplog: pytest.LogCa
         assert registration.counts.kernel > 0 and registration.counts.errors == 3
         assert x.detach().data_ptr() == x.data_ptr()
     torch.nn.Parameter(x), torch.nn.Linear(2, 2, device=DEVICE), deepcopy(model)
+
+
+@pytest.mark.parametrize(
+    ("operators", "modes", "code"), [(["clone"], "native", "bad-argument"), ([3], None, "unknown-operator")]
+)
+def test_install_with_arguments_of_a_wrong_type(operators: Any, modes: Any, code: str, chip: Profile) -> None:
+    with pytest.raises(RegistrationError) as refused:
+        install(operators, platform=chip.platform, modes=modes)
+    assert refused.value.code == code and active() == []
 
 
 def test_install_is_all_or_nothing(clone: OperatorSpec, chip: Profile) -> None:
