@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from twinkle.aten import RegistrationError, catalog, profile
+from twinkle.aten.harness.cases import InputsError
 from twinkle.aten.harness.golden import DATA, GoldenError, check
 from twinkle.aten.harness.levels import show
 
@@ -29,6 +30,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, default=DATA, metavar="FOLDER", help=f"default: {DATA}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was found there")
     options = parser.parse_args(argv)
+    if options.json and not options.json.parent.is_dir():
+        parser.error(f"--json {options.json}: there is no folder {options.json.parent}")
     try:
         chip = profile(options.device)
         specs = [catalog.operator(name) for name in catalog.chosen(options.operators)]
@@ -39,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     for spec in specs:
         try:
             outcomes.append(check(spec, chip, options.data).to_dict())
-        except GoldenError as error:
+        except (GoldenError, InputsError) as error:
             errors.append(str(error))
     code = show(outcomes)
     if options.json:

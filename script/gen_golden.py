@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 from twinkle.aten import RegistrationError, catalog
+from twinkle.aten.harness.cases import InputsError
 from twinkle.aten.harness.golden import DATA, GoldenError, generate, parts
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs and prints; the exit code is 1 when what was made is not what an operator's index says."""
+    """Runs and prints; the exit code is 1 when something can't be made, or is not what an operator's index says."""
     parser = argparse.ArgumentParser(prog="script/gen_golden.py", description=__doc__)
     parser.add_argument("operators", nargs="*", metavar="OPERATOR", help="default: all")
     parser.add_argument("--data", type=Path, default=DATA, metavar="FOLDER", help=f"default: {DATA}")
@@ -26,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             files = generate(spec, options.data, write_index=options.write_index)
             print(f"{spec.name}: {files} files in {options.data / spec.name}")
-        except GoldenError as error:
+        except (GoldenError, InputsError, OSError) as error:
             print(error, file=sys.stderr)
             code = 1
     return code

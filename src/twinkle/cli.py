@@ -344,7 +344,7 @@ def ops_new(
     ] = None,
     folder: Annotated[str, typer.Option("--folder", help="That of the operators.")] = "ops",
 ) -> None:
-    """Makes the package of a new operator, which passes its checks at once.
+    """Makes the package of a new operator, which can be run and checked at once.
 
     Its kernel is PyTorch's own decomposition of the operator, until you write
     another. The operator is added to pyproject.toml.
@@ -387,3 +387,7 @@ def ops_run(
     from twinkle.commands.ops import run
 
     _run(run, operators or (), level=level, device=device, report=report, as_json=json)
+
+
+if __name__ == "__main__":
+    app()

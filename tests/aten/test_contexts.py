@@ -230,6 +230,26 @@ def test_fake_tensors(chip: Profile) -> None:
         assert ours == native and "kernel" not in {who for who, n in served.items() if n}
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "work"),
+    [
+        ("copy_", lambda x: torch.zeros_like(x).copy_(x.expand(4, 3))),
+        ("item", lambda x: x * x.sum().item()),
+        ("_local_scalar_dense", lambda x: x * x.sum().item()),
+    ],
+)
+def test_a_traced_call(name: str, work: Callable[[torch.Tensor], torch.Tensor], chip: Profile) -> None:
+    """The tracer makes nodes of sizes and numbers: those that a kernel asks for would be some of the program's."""
+    x = torch.randn(4, 3, device=DEVICE)
+
+    def traced() -> list[str]:
+        return [node.kind() for node in torch.jit.trace(work, x).graph.nodes()]
+
+    native, ours, served = both(catalog.operator(name), chip, traced)
+    assert ours == native and served["jit-trace"] > 0
+
+
 @pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter has one state for all threads")
 def test_another_thread(name: str, chip: Profile) -> None:
     with catalog.operator(name).register_a1(platform=chip.platform) as registration:

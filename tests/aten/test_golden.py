@@ -218,6 +218,15 @@ def test_an_absent_device_is_not_run(data: Path, capsys: pytest.CaptureFixture[s
     assert "not run" in capsys.readouterr().out
 
 
+def test_a_place_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert gen_golden.main(["empty_strided", "--data", str(tmp_path / "file")]) == 1
+    assert str(tmp_path / "file") in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        check_accuracy.main(["empty_strided", "--json", str(tmp_path / "none" / "found.json")])
+    assert ended.value.code == 2 and "there is no folder" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("script", [gen_golden, check_accuracy])
 def test_wrong_use(script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments, message in ((["clon"], "did you mean 'clone'"), (["clone", "--device", "cpv"], "cpv")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +54,10 @@ def test_every_form_that_means_this_device(registrable: OperatorSpec, chip: Prof
         ({"platform": "cambrican"}, "unknown-platform", "unknown platform 'cambrican'; known: cpu, .*mean 'cambricon'"),
         ({"dispatch_key": "PrivateUsel"}, "unknown-key", "unknown key 'PrivateUsel'; known: .*mean 'PrivateUse1'"),
         ({"dispatch_key": "Nonsense", "platform": "cpu"}, "unknown-key", "unknown key 'Nonsense'"),
+        ({"platform": 5}, "bad-argument", "a platform's name is a string, not 5"),
+        ({"dispatch_key": ["CPU"]}, "bad-argument", "a key is a string, not"),
+        ({"counter": []}, "bad-argument", "a counter is a dictionary"),
+        ({"counter": {"n": None}}, "bad-argument", "whose 'n' is a whole number, not"),
         ({"dispatch_key": "Autograd"}, "refused-key", "the autograd keys of all backends"),
         ({"dispatch_key": "Autograd", "platform": "cpu"}, "refused-key", "the autograd keys of all backends"),
         ({"dispatch_key": "Meta"}, "refused-key", "meta tensors have no data"),
@@ -70,7 +75,7 @@ def test_every_form_that_means_this_device(registrable: OperatorSpec, chip: Prof
         ({"platform": "apple"}, "no-device", "torch.mps.is_available.. is False"),
     ],
 )
-def test_what_is_refused(registrable: OperatorSpec, form: dict[str, str], code: str, message: str) -> None:
+def test_what_is_refused(registrable: OperatorSpec, form: dict[str, Any], code: str, message: str) -> None:
     spec = registrable
     with pytest.raises(RegistrationError, match=f"^{spec.name}: .*{message}") as refused:
         spec.register_a1(**form)

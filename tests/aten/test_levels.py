@@ -162,6 +162,48 @@ def test_a_faulty_kernel_is_noticed(
     assert outcome.state == "failed" and outcome.problems
 
 
+def first_argument_written(kernel: Kernel) -> Kernel:
+    """Its first element, by a write of which PyTorch learns nothing."""
+
+    def faulty(self: torch.Tensor, **kwargs: Any) -> Any:
+        result = kernel(self, **kwargs)
+        memory = torch.empty(0, dtype=self.dtype, device=self.device).set_(self.untyped_storage())
+        memory[int(self.storage_offset())] = 3
+        return result
+
+    return faulty
+
+
+def memory_beside_written(kernel: Kernel) -> Kernel:
+    """What lies behind the first argument's elements in memory, as by a store without a mask."""
+
+    def faulty(self: torch.Tensor, **kwargs: Any) -> Any:
+        result = kernel(self, **kwargs)
+        torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.untyped_storage())[-1] = 77
+        return result
+
+    return faulty
+
+
+@pytest.mark.parametrize(
+    ("fault", "problem"),
+    [
+        (first_argument_written, "the memory of an argument was written"),
+        (memory_beside_written, "the memory of an argument was written"),
+        (lambda kernel: lambda *args, **kwargs: None, "None, expected a tensor"),
+    ],
+)
+def test_what_is_wrong_beside_the_elements_is_noticed(
+    fault: Callable[[Kernel], Kernel], problem: str, chip: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ops.clone import SPEC
+    from ops.clone.kernel import torch_level
+
+    monkeypatch.setattr(torch_level, "clone_torch", fault(torch_level.clone_torch))
+    outcome = kernel_level.run(SPEC, chip)
+    assert outcome.state == "failed" and any(problem in found for found in outcome.problems)
+
+
 def test_a_kernel_that_calls_itself_is_noticed(chip: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     from ops.clone import SPEC
     from ops.clone.kernel import torch_level

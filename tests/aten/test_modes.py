@@ -164,7 +164,7 @@ def test_a_foreign_ops_package_is_a_clear_error(kind: str, tmp_path: Path) -> No
     code = """
 from twinkle.aten import RegistrationError, catalog, install
 from twinkle.aten.registration import active
-for attempt in (lambda: catalog.operator("clone"), lambda: install(platform="cpu")):
+for attempt in (lambda: catalog.operator("clone"), lambda: install(["clone"], platform="cpu")):
     try:
         attempt()
     except RegistrationError as error:

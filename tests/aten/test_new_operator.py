@@ -32,15 +32,17 @@ def check(package: Path, level: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.multiprocess
-def test_it_passes_its_checks_from_the_first_minute(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["mish", "relu"])
+def test_it_passes_its_checks_from_the_first_minute(name: str, tmp_path: Path) -> None:
+    """Of ``relu`` PyTorch has a kernel for sparse tensors, which calls it again on their values."""
     (tmp_path / "ops").mkdir()
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    made = new("mish", "--schema", "mish(Tensor self) -> Tensor", "--folder", str(tmp_path / "ops"))
+    made = new(name, "--schema", f"{name}(Tensor self) -> Tensor", "--folder", str(tmp_path / "ops"))
     assert made.exit_code == 0, made.output
-    assert f"python {tmp_path / 'ops' / 'mish' / 'example.py'} cpu" in made.stdout
-    assert 'mish = "ops.mish.register:SPEC"' in (tmp_path / "pyproject.toml").read_text()
+    assert f"python {tmp_path / 'ops' / name / 'example.py'} cpu" in made.stdout
+    assert f'{name} = "ops.{name}.register:SPEC"' in (tmp_path / "pyproject.toml").read_text()
     for level in ("kernel", "op"):
-        done = check(tmp_path / "ops" / "mish", level)
+        done = check(tmp_path / "ops" / name, level)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "passed" in done.stdout
 
@@ -88,6 +90,7 @@ def test_silu_is_what_came_of_it(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["silo"], "silo: PyTorch has no aten::silo; did you mean 'silu'?"),
+        (["__class__"], "__class__: PyTorch has no aten::__class__"),
         (["silu.out"], "silu.out: PyTorch has no aten::silu.out; did you mean"),
         (["add"], "add: pass one of its overloads as --schema:\n  add.Tensor(Tensor self, Tensor other"),
         (

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -84,11 +87,42 @@ def test_a_device_that_is_not_here() -> None:
     ],
 )
 def test_wrong_use_is_one_line(arguments: list[str], message: str) -> None:
-    import re
-
     result = run("run", *arguments)
     assert result.exit_code == 2
     assert len(result.stderr.splitlines()) == 1 and re.search(message, result.stderr)
+
+
+HEAD = "operator: clone\nseeds_per_case: 1\ndtypes: [float32]\n"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ("a: [", "can't be read: while parsing"),
+        ("- a", "no cases of clone"),
+        (HEAD, "no cases of clone"),
+        (f"{HEAD}cases: [a]", "case 1: TypeError"),
+        (f"{HEAD}cases: [{{name: a, dtypes: [flot32], arguments: {{self: {{shape: [3]}}}}}}]", "case 1: .*'flot32'"),
+        (f"{HEAD}cases: [{{name: a, arguments: {{slef: {{shape: [3]}}}}}}]", "no argument 'slef'; did you mean 'self'"),
+        (f"{HEAD}cases: [{{name: a, arguments: {{self: {{shap: [3]}}}}}}]", "clone/a/float32/0/self: .*'shap'"),
+    ],
+)
+def test_unusable_inputs_are_one_line(
+    inputs: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = catalog.operator("clone")
+    (tmp_path / "goldendata").mkdir()
+    (tmp_path / "goldendata" / "inputs_spec.yaml").write_text(inputs)
+    moved = replace(spec, home=Home(spec.home.package, tmp_path))
+    monkeypatch.setattr(catalog, "operator", lambda name: moved)
+    result = run("run", "clone", "--level", "kernel", "--device", PROFILE)
+    assert result.exit_code == 2
+    assert len(result.stderr.splitlines()) == 1 and re.search(message, result.stderr)
+
+
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "twinkle.cli", "ops", "nonsense"], capture_output=True, text=True)
+    assert done.returncode == 2 and "nonsense" in done.stderr
 
 
 def test_the_help() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,11 +63,16 @@ GOOD = {"name": "chip", "platform": "cpu", "dispatch_key": "CPU", "device": "cpu
         ({"dispatch_key": "CUDA"}, "dispatch_key 'CUDA' is not cpu's: AutogradCPU or CPU"),
         ({"device": "npu:0"}, "device 'npu:0' is not of cpu's type cpu"),
         ({"name": "other"}, "the name 'other' is not the file's"),
+        ({"device": 3}, "device is a word, not 3"),
+        ({"device": "cpu:x"}, "device 'cpu:x' has 'x' where its number should be"),
+        ({"platform": ["cpu"]}, "platform is a word, not .'cpu'."),
+        ({"modes": "native"}, "modes is a mapping of operators to modes, not 'native'"),
+        ({5: "cpu"}, "unknown field 5"),
         ({"device": None}, "missing 1 required keyword-only argument: 'device'"),
     ],
 )
 def test_a_wrong_profile_names_its_file(
-    change: dict[str, str | None], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    change: dict[Any, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import sys
 

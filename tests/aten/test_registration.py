@@ -5,10 +5,14 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
+import os
 import resource
+import subprocess
+import sys
 import threading
 import weakref
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -254,6 +258,33 @@ def test_threads_that_register_close_and_call(chip: Profile) -> None:
 # --- several at once --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.multiprocess
+def test_a_fork_while_another_thread_registers(environment: dict[str, str], chip: Profile) -> None:
+    """The child has no thread that would release the lock."""
+    code = f"""
+import os, signal, threading
+from ops.clone import register_a1
+from twinkle.aten.registration import _lock
+
+held, seconds = threading.Event(), 0.3
+def hold():
+    with _lock:
+        held.set()
+        threading.Event().wait(seconds)
+threading.Thread(target=hold).start()
+held.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    register_a1(platform={chip.platform!r}).close()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_install_all(chip: Profile) -> None:
     """All that can be registered and do no harm: in the meantime a module can be built and moved."""
     x = torch.randn(6, 5, device=DEVICE)
@@ -301,6 +332,15 @@ def test_detach_says_what_it_does_to_modules(chip: Profile, caplog: pytest.LogCa
         assert registration.counts.kernel > 0 and registration.counts.errors == 3
         assert x.detach().data_ptr() == x.data_ptr()
     torch.nn.Parameter(x), torch.nn.Linear(2, 2, device=DEVICE), deepcopy(model)
+
+
+@pytest.mark.parametrize(
+    ("operators", "modes", "code"), [(["clone"], "native", "bad-argument"), ([3], None, "unknown-operator")]
+)
+def test_install_with_arguments_of_a_wrong_type(operators: Any, modes: Any, code: str, chip: Profile) -> None:
+    with pytest.raises(RegistrationError) as refused:
+        install(operators, platform=chip.platform, modes=modes)
+    assert refused.value.code == code and active() == []
 
 
 def test_install_is_all_or_nothing(clone: OperatorSpec, chip: Profile) -> None:

@@ -59,8 +59,8 @@ def operator(name: str) -> OperatorSpec:
     entries = [entry for entry in metadata.entry_points(group=GROUP) if entry.name == name]
     if not entries:
         known = names()
-        text = f"no such operator; known: {', '.join(known) or 'none'}{did_you_mean(name, known)}"
-        raise RegistrationError(name, Reason("unknown-operator", text))
+        text = f"no such operator; known: {', '.join(known) or 'none'}{did_you_mean(str(name), known)}"
+        raise RegistrationError(str(name), Reason("unknown-operator", text))
     module, _, attribute = entries[0].value.partition(":")
     try:
         spec = getattr(importlib.import_module(module), attribute)

@@ -24,7 +24,7 @@ class RegistrationError(RuntimeError):
     Attributes:
         code: a stable word for programs: ``unknown-platform``, ``unknown-key``, ``refused-key``, ``foreign-key``,
             ``ambiguous-key``, ``no-device``, ``already-registered``, ``schema``, ``unknown-operator``, ``foreign-ops``,
-            ``unknown-mode``, ``no-triton``.
+            ``unknown-mode``, ``no-triton``, ``bad-argument``.
     """
 
     def __init__(self, operator: str, reason: Reason) -> None:

@@ -64,6 +64,9 @@ def install(
             registered; those before it were taken back.
         NotRegistrableError: one of them isn't registered by design; likewise.
     """
+    if not (modes is None or isinstance(modes, Mapping)):
+        text = f"modes is a mapping of operators to modes, not {modes!r}"
+        raise RegistrationError("install", Reason("bad-argument", text))
     if operators in ("all", "auto"):
         every = [catalog.operator(name) for name in catalog.chosen()]
         specs = [spec for spec in every if spec.by_design is spec.caution is None]

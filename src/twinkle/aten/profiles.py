@@ -57,7 +57,10 @@ class Profile:
         for operator, mode in self.modes.items():
             if mode not in MODES:
                 raise ValueError(f"mode {mode!r} of {operator} is none of {', '.join(MODES)}")
-        if self.device.partition(":")[0] != platform.device_type:
+        kind, colon, number = self.device.partition(":")
+        if colon and not number.isdecimal():
+            raise ValueError(f"device {self.device!r} has {number!r} where its number should be")
+        if kind != platform.device_type:
             raise ValueError(f"device {self.device!r} is not of {platform.name}'s type {platform.device_type}")
 
     @property
@@ -123,15 +126,19 @@ def _read(file: Path) -> Profile:
     fields = {field.name for field in dataclasses.fields(Profile)}
     try:
         found: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{file} can't be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{file}: a device profile is a mapping of {', '.join(sorted(fields))}")
-    strange = sorted(set(found) - fields)
+    strange = sorted(set(found) - fields, key=str)
     if strange:
-        raise ValueError(f"{file}: unknown field {strange[0]!r}{did_you_mean(strange[0], fields)}")
+        raise ValueError(f"{file}: unknown field {strange[0]!r}{did_you_mean(str(strange[0]), fields)}")
     try:
-        made = Profile(**{**found, "aliases": _aliases(found.get("aliases"))})
+        _check_words(found)
+        optional = {"aliases": _aliases(found.get("aliases")), "modes": _modes(found.get("modes"))}
+        made = Profile(**{**found, **optional})
     except (TypeError, ValueError) as error:
         raise ValueError(f"{file}: {error}") from None
     if made.name != file.stem:
@@ -143,3 +150,16 @@ def _aliases(found: Any) -> tuple[str, ...]:
     if not (found is None or (isinstance(found, list) and all(isinstance(alias, str) for alias in found))):
         raise ValueError(f"aliases is a list of names, not {found!r}")
     return tuple(found or ())
+
+
+def _modes(found: Any) -> dict[str, str]:
+    if not (found is None or isinstance(found, dict)):
+        raise ValueError(f"modes is a mapping of operators to modes, not {found!r}")
+    return found or {}
+
+
+def _check_words(found: dict[str, Any]) -> None:
+    for each in dataclasses.fields(Profile):
+        value = found.get(each.name, "")
+        if each.type == "str" and not isinstance(value, str):
+            raise ValueError(f"{each.name} is a word, not {value!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import time
@@ -23,6 +24,9 @@ from twinkle.reasons import Counts, Reason
 logger = logging.getLogger("twinkle.aten")
 
 _lock = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    # A child of a fork has only the thread that forked: a lock that another one held would never be released there.
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 _active: dict[tuple[str, str], Registration] = {}
 """(operator, dispatch key) -> what is installed there: dropping a handle must not undo it."""
 
@@ -152,6 +156,7 @@ def register(
     spec: OperatorSpec, dispatch_key: str, counter: dict[str, int] | None, platform: str | None, mode: str = "auto"
 ) -> Registration:
     """See :meth:`twinkle.aten.spec.OperatorSpec.register_a1`; the mode is that of :func:`twinkle.aten.install`."""
+    _check_counter(spec.name, counter)
     candidates = platforms_meant(spec.name, dispatch_key, platform)
     if spec.by_design is not None:
         raise NotRegistrableError(spec.name, spec.by_design)
@@ -173,6 +178,13 @@ def register(
     if spec.caution is not None:
         logger.warning("%s is registered: %s; close() it first", spec.name, spec.caution)
     return registration
+
+
+def _check_counter(operator: str, counter: Any) -> None:
+    """Its errors would otherwise be those of every call of the operator in the process."""
+    if counter is not None and not (isinstance(counter, dict) and isinstance(counter.get("n", 0), int)):
+        text = f"a counter is a dictionary whose 'n' is a whole number, not {counter!r}"
+        raise RegistrationError(operator, Reason("bad-argument", text))
 
 
 def _compiled_graphs() -> int:

@@ -73,7 +73,7 @@ def overload_of(name: str, schema: str | None) -> torch._ops.OpOverload:
             be made for.
     """
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
-    if packet is None:
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
         known = [found.removeprefix("aten::").partition(".")[0] for found in torch._C._dispatch_get_all_op_names()]
         raise _error(name, "unknown-operator", f"PyTorch has no aten::{name}{did_you_mean(name, known)}")
     overloads = [getattr(packet, each) for each in packet.overloads()]

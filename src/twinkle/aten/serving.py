@@ -169,6 +169,8 @@ def interference(at_autograd: bool) -> str | None:
     """
     if torch._C._len_torch_dispatch_stack():
         return "dispatch-mode"  # it wants to see what is called, or has tensors without data
+    if torch._C._is_tracing():
+        return "jit-trace"  # sizes and numbers that Python code asks for become nodes of the graph
     if at_autograd:
         if torch._C._are_functorch_transforms_active():
             return "functorch"

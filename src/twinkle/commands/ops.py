@@ -89,9 +89,10 @@ def run(names: Sequence[str], *, level: str, device: str, report: bool, as_json:
         1 when a check failed, 3 when nothing could be run, else 0.
 
     Raises:
-        CommandError: an unknown operator, level or device profile, or a package is missing.
+        CommandError: an unknown operator, level or device profile, an unusable list of inputs, or a package is missing.
     """
     specs, chip, chosen = _chosen(names, level, device)
+    from twinkle.aten.harness.cases import InputsError
     from twinkle.aten.harness.levels import as_table, exit_code
 
     outcomes = []
@@ -100,7 +101,10 @@ def run(names: Sequence[str], *, level: str, device: str, report: bool, as_json:
         for spec in specs:
             for name, check in chosen.items():
                 bar.update(task, description=f"{spec.name}: {name} level")
-                outcomes.append(check(spec, chip).to_dict())
+                try:
+                    outcomes.append(check(spec, chip).to_dict())
+                except InputsError as error:
+                    raise CommandError(str(error)) from error
                 bar.advance(task)
     if report:
         from twinkle.aten.harness.report import write

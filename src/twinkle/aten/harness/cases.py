@@ -18,6 +18,7 @@ asked for.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,12 @@ import torch
 from twinkle.aten.arguments import Arguments
 from twinkle.aten.harness.fills import FILLS
 from twinkle.aten.spec import OperatorSpec
+from twinkle.reasons import did_you_mean
+
+
+class InputsError(ValueError):
+    """A file that lists an operator's inputs can't be used; the message says which, and where."""
+
 
 TORCH_NAMES = (torch.memory_format, torch.dtype, torch.layout)
 
@@ -70,7 +77,8 @@ class Case:
 
     def _value(self, name: str, described: Any, device: torch.device | str) -> Any:
         if isinstance(described, dict):
-            return _tensor(f"{self.name}/{name}", self.dtype, device, **described)
+            with _naming(f"{self.name}/{name}"):
+                return _tensor(f"{self.name}/{name}", self.dtype, device, **described)
         if described == "{dtype}":
             return self.dtype
         named = getattr(torch, described, None) if isinstance(described, str) else None
@@ -84,16 +92,21 @@ def cases(spec: OperatorSpec, seeds: int | None = None) -> Iterator[Case]:
         seeds: how many of each; as many as the file says when left out.
 
     Raises:
-        ValueError: the file is another operator's, or has no cases.
+        InputsError: the file is another operator's, has no cases, or one that can't be understood.
     """
-    listed = _listed(spec, spec.home.folder / "goldendata" / "inputs_spec.yaml")
-    for case in listed["cases"]:
-        described = _in_order(spec, case["arguments"])
-        for dtype in case.get("dtypes", listed["dtypes"]):
-            for seed in range(seeds or listed["seeds_per_case"]):
-                name = f"{spec.name}/{case['name']}/{dtype}/{seed}"
-                kept_in = f"{case['name']}.{dtype}.pt".replace(" ", "_")
-                yield Case(name, spec.overload, getattr(torch, dtype), described, case.get("gradient", False), kept_in)
+    file = spec.home.folder / "goldendata" / "inputs_spec.yaml"
+    listed = _listed(spec, file)
+    found = []
+    for number, case in enumerate(listed["cases"], start=1):
+        with _naming(f"{file}, case {number}"):
+            described = _in_order(spec, case["arguments"])
+            for dtype in case.get("dtypes", listed.get("dtypes")):
+                for seed in range(seeds or listed["seeds_per_case"]):
+                    name = f"{spec.name}/{case['name']}/{dtype}/{seed}"
+                    kept_in = f"{case['name']}.{dtype}.pt".replace(" ", "_")
+                    gradient = case.get("gradient", False)
+                    found.append(Case(name, spec.overload, getattr(torch, dtype), described, gradient, kept_in))
+    yield from found
 
 
 def benchmark_file(spec: OperatorSpec) -> Path:
@@ -108,25 +121,43 @@ def benchmark_cases(spec: OperatorSpec, size: str) -> Iterator[Case]:
         size: ``accelerator``, ``cpu``, or ``quick``: too small to say anything about speed.
 
     Raises:
-        ValueError: the file is another operator's, or has no cases.
+        InputsError: the file is another operator's, has no cases, or one that can't be understood.
     """
-    for case in _listed(spec, benchmark_file(spec))["cases"]:
-        for dtype in case["dtypes"]:
-            name = f"{spec.name}/{case['name']}"
-            yield Case(name, spec.overload, getattr(torch, dtype), _in_order(spec, case[size]))
+    file = benchmark_file(spec)
+    found = []
+    for number, case in enumerate(_listed(spec, file)["cases"], start=1):
+        with _naming(f"{file}, case {number}"):
+            for dtype in case["dtypes"]:
+                name = f"{spec.name}/{case['name']}"
+                found.append(Case(name, spec.overload, getattr(torch, dtype), _in_order(spec, case[size])))
+    yield from found
 
 
 def _listed(spec: OperatorSpec, file: Path) -> Any:
     import yaml
 
-    listed = yaml.safe_load(file.read_text(encoding="utf-8"))
-    if listed["operator"] != spec.name or not listed["cases"]:
-        raise ValueError(f"{file}: no cases of {spec.name}")
+    try:
+        listed = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputsError(f"{file} can't be read: {' '.join(str(error).split())}") from None
+    if not (isinstance(listed, dict) and listed.get("operator") == spec.name and listed.get("cases")):
+        raise InputsError(f"{file}: no cases of {spec.name}")
     return listed
+
+
+@contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """What a description lacks, or has that nothing knows, as an error that says where it is."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError) as error:
+        raise InputsError(f"{where}: {type(error).__name__}: {error}") from error
 
 
 def _in_order(spec: OperatorSpec, arguments: dict[str, Any]) -> dict[str, Any]:
     names = [argument.name for argument in spec.overload._schema.arguments]
+    for unknown in arguments.keys() - set(names):  # left out, it would be another call than the one that was meant
+        raise AttributeError(f"{spec.name} has no argument {unknown!r}{did_you_mean(str(unknown), names)}")
     return {name: arguments[name] for name in names if name in arguments}
 
 

@@ -72,6 +72,8 @@ def difference(
     if not isinstance(expected, torch.Tensor):
         same = type(result) is type(expected) and repr(result) == repr(expected)  # of numbers: all digits, and any NaN
         return None if same else f"{result!r}, expected {expected!r}"
+    if not isinstance(result, torch.Tensor):
+        return f"{result!r}, expected a tensor"
     for what in ("shape", "dtype", "layout"):
         if getattr(result, what) != getattr(expected, what):
             return f"{what} {getattr(result, what)}, expected {getattr(expected, what)}"

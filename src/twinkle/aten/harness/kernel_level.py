@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from twinkle.aten.arguments import Arguments
 from twinkle.aten.harness.cases import cases
-from twinkle.aten.harness.compare import difference, exact, shares_memory
+from twinkle.aten.harness.compare import difference, exact, memory_of, shares_memory
 from twinkle.aten.harness.outcome import Outcome, started
 from twinkle.aten.harness.poison import PATTERNS, poisoned
 from twinkle.aten.profiles import Profile
@@ -73,6 +75,7 @@ def compare(outcome: Outcome, spec: OperatorSpec, profile: Profile, calls: Seque
                 outcome.check(f"{call.name}: the reference raised {type(error).__name__}: {error}", False)
                 continue
             earlier: list[Any] = []
+            before = _memories(spec, call.values(profile.device))
             for pattern in PATTERNS:
                 values = call.values(profile.device)
                 try:
@@ -81,9 +84,18 @@ def compare(outcome: Outcome, spec: OperatorSpec, profile: Profile, calls: Seque
                 except Exception as error:
                     outcome.check(f"{level} {call.name}: the kernel raised {type(error).__name__}: {error}", False)
                     break
-                outcome.check(f"{level} {call.name}", difference(spec, result, expected, values, truth))
+                problem = difference(spec, result, expected, values, truth)
+                if not all(map(torch.equal, _memories(spec, values), before)):
+                    problem = problem or "the memory of an argument was written"
+                outcome.check(f"{level} {call.name}", problem)
                 again = any(shares_memory(result, other) for other in earlier)
                 outcome.check(f"{level} {call.name}: lies in the memory of an earlier result", not again)
                 earlier.append(result)
         outcome.check(f"{level}{of}: the kernel takes none of the cases", taken > 0)
         outcome.facts[f"{level}{of}"] = f"{taken} cases"
+
+
+def _memories(spec: OperatorSpec, values: list[Any]) -> list[torch.Tensor]:
+    """The whole memory of each tensor argument that the operator may only read."""
+    read = values[Semantics.IN_PLACE in spec.semantics :]
+    return [memory_of(value) for value in read if isinstance(value, torch.Tensor) and value.layout is torch.strided]

@@ -114,9 +114,13 @@ def _calls(spec: OperatorSpec, profile: Profile) -> Iterator[tuple[Call, Enter, 
         except NotImplementedError:
             continue  # the device has no such tensors
         call = Call.of(f"not that {condition.text}", arguments, spec, differentiate=False)
-        # Some calls are never dispatched to this key: then nobody counts them. Lazy bits may be resolved before, and
-        # then it is another call.
-        resolved = [["kernel"], *([other.code] for other in conditions)] if condition.code == "lazy-bits" else []
+        # Some calls are never dispatched to this key: then nobody counts them. Lazy bits may be resolved before, and a
+        # sparse tensor's own kernel may call the operator on its values: then it is another call.
+        others = [["kernel"], *([other.code] for other in conditions)]
+        sparse = torch._C._dispatch_has_kernel_for_dispatch_key(
+            spec.overload.name(), f"Sparse{profile.found.dispatch_key}"
+        )
+        resolved = others if condition.code == "lazy-bits" or (condition.code == "layout" and sparse) else []
         yield call, torch.enable_grad, [[condition.code], [], *resolved]
 
 
