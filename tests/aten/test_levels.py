@@ -200,8 +200,9 @@ def test_what_is_wrong_beside_the_elements_is_noticed(
     from ops.clone.kernel import torch_level
 
     monkeypatch.setattr(torch_level, "clone_torch", fault(torch_level.clone_torch))
-    outcome = kernel_level.run(SPEC, chip)
-    assert outcome.state == "failed" and any(problem in found for found in outcome.problems)
+    for level in (kernel_level, op_level):
+        outcome = level.run(SPEC, chip)
+        assert outcome.state == "failed" and any(problem in found for found in outcome.problems)
 
 
 def test_a_kernel_that_calls_itself_is_noticed(chip: Profile, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,12 +96,15 @@ def differences(spec: OperatorSpec, seen: Seen, native: Seen, truth: Seen | None
     """
     if seen.error is not native.error:
         return [f"{_raised(seen)}, natively {_raised(native)}"]
+    tensors = list(zip(_tensors(seen.arguments), _tensors(native.arguments), strict=True))
     if seen.error is not None:
-        tensors = zip(_tensors(seen.arguments), _tensors(native.arguments), strict=True)
-        same = all(_same_memory(ours, theirs) for ours, theirs in tensors)
+        same = all(_same_memory(*pair) for pair in tensors)
         return [] if same else ["an argument was written before the exception"]
     rounds = Semantics.ROUNDS in spec.semantics and truth is not None
     found = [difference(spec, seen.result, native.result, seen.arguments, truth.result if rounds and truth else None)]
+    # What is written on purpose may be rounded otherwise; all else, and what lies beside it, is as it is natively.
+    if not all(_same_memory(*pair) for pair in tensors[rounds and Semantics.IN_PLACE in spec.semantics :]):
+        found.append("the memory of an argument was written")
     found += [
         f"{what}: {ours}, natively {theirs}"
         for what, ours, theirs in (
