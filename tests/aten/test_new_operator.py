@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -28,7 +29,8 @@ def new(*arguments: str) -> Any:
 
 def check(package: Path, level: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, package / "test" / f"{level}_level.py", "cpu"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    wide = {**os.environ, "COLUMNS": "200"}  # the readline that pytest imports tells further processes of 80
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=wide)
 
 
 @pytest.mark.multiprocess
