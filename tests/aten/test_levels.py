@@ -197,9 +197,10 @@ def test_what_is_wrong_beside_the_elements_is_noticed(
     fault: Callable[[Kernel], Kernel], problem: str, chip: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ops.clone import SPEC
-    from ops.clone.kernel import torch_level
+    from ops.clone.kernel import torch_level, triton_level
 
     monkeypatch.setattr(torch_level, "clone_torch", fault(torch_level.clone_torch))
+    monkeypatch.setattr(triton_level, "clone_triton", fault(triton_level.clone_triton))  # it serves where it runs
     for level in (kernel_level, op_level):
         outcome = level.run(SPEC, chip)
         assert outcome.state == "failed" and any(problem in found for found in outcome.problems)
