@@ -25,14 +25,13 @@ from typing import Any
 import torch
 
 import twinkle
-from benchmarks.program import arguments, finish, progress, start
+from benchmarks.program import arguments, finish, names_option, progress, start
 from benchmarks.step import checked
 from benchmarks.trace import kinds_of_work, profiled
 from twinkle.bench.clocks import synchronize
 from twinkle.bench.results import ORIGINAL, Result, Run, percentiles, significant
 from twinkle.commands.console import first_line
 from twinkle.layout import plain, table, width_of_terminal
-from twinkle.reasons import did_you_mean
 
 ROOT = Path(__file__).parents[1]
 COOKBOOK = ROOT / "cookbook" / "transformers"
@@ -218,16 +217,6 @@ def _numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
-def _candidates(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        if name not in CANDIDATES:
-            raise argparse.ArgumentTypeError(
-                f"no candidate {name!r}{did_you_mean(name, CANDIDATES)}; there is: {', '.join(CANDIDATES)}"
-            )
-    return names
-
-
 def main(argv: list[str] | None = None) -> Run | None:
     """Runs the program, or under torchrun one of a layout's processes; returns what was measured."""
     parser = arguments("distributed", "Times the cookbook's training step of a mixture of experts on several devices.")
@@ -239,7 +228,9 @@ def main(argv: list[str] | None = None) -> Run | None:
         metavar="N,...",
         help="that share the experts; 0: all (default: 1,2,0)",
     )
-    parser.add_argument("--who", type=_candidates, default=list(CANDIDATES), metavar="NAME,...", help="candidates")
+    parser.add_argument(
+        "--who", type=names_option(CANDIDATES), default=list(CANDIDATES), metavar="NAME,...", help="candidates"
+    )
     parser.add_argument("--model", default="shape:qwen3_30b_a3b", help="as the cookbook's")
     parser.add_argument("--layers", type=int, default=6, help="of the model (default: 6)")
     parser.add_argument("--batch", type=int, default=4, help="sequences of each process (default: 4)")

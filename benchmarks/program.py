@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 
 from twinkle.bench.clocks import clock_for, synchronize, use
 from twinkle.bench.results import Run
+from twinkle.reasons import did_you_mean
 
 
 def arguments(program: str, description: str) -> argparse.ArgumentParser:
@@ -25,6 +26,21 @@ def arguments(program: str, description: str) -> argparse.ArgumentParser:
 def device_option(parser: argparse.ArgumentParser) -> None:
     """The option ``--device``."""
     parser.add_argument("--device", help="cpu, cuda, ...; this machine's accelerator where there is one, else cpu")
+
+
+def names_option(known: Collection[str]) -> Callable[[str], list[str]]:
+    """The type of an option ``NAME,...`` for candidates."""
+
+    def parse(text: str) -> list[str]:
+        names = [name.strip() for name in text.split(",") if name.strip()]
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(
+                    f"no candidate {name!r}{did_you_mean(name, known)}; there is: {', '.join(known)}"
+                )
+        return names
+
+    return parse
 
 
 def start(options: argparse.Namespace) -> torch.device:

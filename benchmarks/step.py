@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import twinkle
-from benchmarks.program import arguments, device_option, finish, progress, start
+from benchmarks.program import arguments, device_option, finish, names_option, progress, start
 from benchmarks.trace import profiled
 from twinkle.bench.clocks import ceilings, synchronize, use
 from twinkle.bench.ops import WRONG
@@ -33,7 +33,7 @@ from twinkle.bench.results import ORIGINAL, Result, Run, percentiles, significan
 from twinkle.bench.step import differs, timed, training_step
 from twinkle.bench.view import factor
 from twinkle.layout import plain, table, width_of_terminal
-from twinkle.reasons import Reason, did_you_mean
+from twinkle.reasons import Reason
 
 # --- what is run ------------------------------------------------------------------------------------------------------
 
@@ -329,17 +329,6 @@ def report(run: Run) -> str:
     return "\n".join([shown, *(f"{row.who}: {row.note}" for row in run.results if row.note)])
 
 
-def candidates_option(text: str) -> list[str]:
-    """The names of ``--candidates``."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        if name not in CANDIDATES:
-            raise argparse.ArgumentTypeError(
-                f"no candidate {name!r}{did_you_mean(name, CANDIDATES)}; there is: {', '.join(CANDIDATES)}"
-            )
-    return names
-
-
 def main(argv: list[str] | None = None) -> Run | None:
     """Runs the program; returns what it measured."""
     parser = arguments("step", "Times a whole training step of a model with random weights.")
@@ -347,7 +336,7 @@ def main(argv: list[str] | None = None) -> Run | None:
     parser.add_argument("--budget", type=float, default=240.0, metavar="SECONDS", help="when to stop (default: 240)")
     parser.add_argument(
         "--candidates",
-        type=candidates_option,
+        type=names_option(CANDIDATES),
         default=list(CANDIDATES),
         metavar="NAME,...",
         help=f"only these, in this order (default: {','.join(CANDIDATES)})",

@@ -99,6 +99,18 @@ def test_a_second_derivative_is_the_formulas(mlp: Any) -> None:
     torch.testing.assert_close(second(mlp), expected)
 
 
+def test_a_source_that_was_written_meanwhile_is_an_error(mlp: Any) -> None:
+    """Also where only the down projection's gradient is asked for, so that nothing else would notice."""
+    seen: list[torch.Tensor] = []
+    first = next(mlp.children())
+    first.register_forward_hook(lambda module, args, out: seen.append(out))
+    out = mlp(torch.randn(4, 32, device=DEVICE))
+    with torch.no_grad():
+        seen[0].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out.sum(), mlp.down_proj.weight)
+
+
 def test_an_adapter_on_the_down_projection_gets_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 
-from tests.support.experts import FAMILIES, assert_within_the_judgement, made, results, variants
+from tests.support.experts import (
+    FAMILIES,
+    assert_only_wanted_gradients,
+    assert_within_the_judgement,
+    made,
+    results,
+    variants,
+)
 from tests.support.models import clean_process  # noqa: F401
 from tests.support.triton_device import DEVICE, DTYPES, examples
 from twinkle import presets
@@ -52,14 +59,7 @@ def test_output_and_gradients_are_within_the_judgement(
 
 @pytest.mark.parametrize("frozen", [("x", "weights"), ("gate_up", "down"), ("x", "gate_up"), ("weights", "down")])
 def test_only_the_gradients_that_are_wanted(frozen: tuple[str, ...]) -> None:
-    variant = MoeExpertsVariant(Gate("silu"))
-    inputs, index = made(variant, SIZES[0], torch.float32, 0, False)
-    leaves = {name: tensor.requires_grad_(name not in frozen) for name, tensor in inputs.items()}
-    expected = results(ours, inputs, index, variant, torch.float32)
-    out = ours(leaves["x"], index, leaves["weights"], (leaves["gate_up"], leaves["down"], None, None), variant)
-    out.backward(torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(out))
-    for name, leaf in leaves.items():
-        assert leaf.grad is None if name in frozen else torch.equal(leaf.grad, expected[name]), name
+    assert_only_wanted_gradients(ours, SIZES[0], frozen)
 
 
 def test_its_result_can_be_added_to_in_place() -> None:

@@ -128,3 +128,15 @@ def assert_within_the_judgement(
         originals.append({name: order.back(name, tensor) for name, tensor in theirs.items()})
     used = {name: min(allowed_error_used(found[name], one[name], exact[name]) for one in originals) for name in exact}
     assert max(used.values()) <= 1, used
+
+
+def assert_only_wanted_gradients(function: Any, sizes: tuple[int, ...], frozen: tuple[str, ...]) -> None:
+    """Those that are computed are the same as when all are."""
+    variant = MoeExpertsVariant(Gate("silu"))
+    inputs, index = made(variant, sizes, torch.float32, 0, False)
+    leaves = {name: tensor.requires_grad_(name not in frozen) for name, tensor in inputs.items()}
+    expected = results(function, inputs, index, variant, torch.float32)
+    out = function(leaves["x"], index, leaves["weights"], (leaves["gate_up"], leaves["down"], None, None), variant)
+    out.backward(torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(out))
+    for name, leaf in leaves.items():
+        assert leaf.grad is None if name in frozen else torch.equal(leaf.grad, expected[name]), name

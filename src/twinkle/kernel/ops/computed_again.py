@@ -17,11 +17,15 @@ _NOTHING = nullcontext()
 
 
 class _Recipe(NamedTuple):
-    compute: Callable[[], torch.Tensor]
+    compute: Callable[..., torch.Tensor]
+    sources: tuple[torch.Tensor, ...]
+    versions: list[int]
     shape: torch.Size
 
 
-def computed_again(result: torch.Tensor, compute: Callable[[], torch.Tensor]) -> AbstractContextManager[Any]:
+def computed_again(
+    result: torch.Tensor, compute: Callable[..., torch.Tensor], *sources: torch.Tensor
+) -> AbstractContextManager[Any]:
     """Within it, whoever saves ``result`` for a backward saves how to compute it.
 
     Others' hooks for saved tensors have precedence: within activation checkpointing or offloading, and where PyTorch
@@ -29,7 +33,8 @@ def computed_again(result: torch.Tensor, compute: Callable[[], torch.Tensor]) ->
 
     Args:
         result: contiguous.
-        compute: gives ``result`` again, without a graph; what it reads must be there until the backward in any case.
+        compute: gives ``result`` again from the sources, without a graph.
+        sources: kept until the backward in any case; one that was written meanwhile is an error there, as PyTorch's.
     """
     if is_compiling() or not torch.is_grad_enabled() or not result.requires_grad or result.nbytes < WORTH_BYTES:
         return _NOTHING
@@ -37,16 +42,23 @@ def computed_again(result: torch.Tensor, compute: Callable[[], torch.Tensor]) ->
         return _NOTHING
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return _NOTHING
-    begin, elements = result.data_ptr(), result.numel()
+    begin, elements, dtype = result.data_ptr(), result.numel(), result.dtype
+    versions = [source._version for source in sources]
 
     def pack(saved: torch.Tensor) -> torch.Tensor | _Recipe:
         """A linear layer saves its input as a matrix."""
         same = saved.data_ptr() == begin and saved.numel() == elements and saved.is_contiguous()
-        return _Recipe(compute, saved.shape) if same and saved.dtype == dtype else saved
+        return _Recipe(compute, sources, versions, saved.shape) if same and saved.dtype == dtype else saved
 
-    dtype = result.dtype
     return saved_tensors_hooks(pack, _unpack)
 
 
 def _unpack(packed: torch.Tensor | _Recipe) -> torch.Tensor:
-    return packed if isinstance(packed, torch.Tensor) else packed.compute().view(packed.shape)
+    if isinstance(packed, torch.Tensor):
+        return packed
+    compute, sources, versions, shape = packed
+    if [source._version for source in sources] != versions:
+        raise RuntimeError(
+            "what a gated MLP's product is computed from has been modified by an inplace operation since the forward"
+        )
+    return compute(*sources).view(shape)

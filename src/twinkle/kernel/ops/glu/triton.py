@@ -228,7 +228,7 @@ def load(target: Any, site: Site) -> type[nn.Module]:
     (another dtype for gate than for up, say), the activation and product run eagerly."""
     variant: GluVariant = site.variant
     activation, down = variant.activation, variant.projections[-1]
-    eager = ACTIVATIONS[activation]
+    eager, again = ACTIVATIONS[activation], functools.partial(_eager_forward, activation=activation)
     too_few = too_few_for("swiglu" if activation == "silu" else "geglu", "triton")
 
     if len(variant.projections) == 2:
@@ -240,7 +240,7 @@ def load(target: Any, site: Site) -> type[nn.Module]:
             if _fused_reason(gate_up) is not None:
                 return getattr(self, down)(eager(gate) * up)
             product = _fused_product(gate_up, activation)
-            with computed_again(product, lambda: _eager_forward(gate, up, activation)):
+            with computed_again(product, again, gate, up):
                 return getattr(self, down)(product)
 
     else:
@@ -251,7 +251,7 @@ def load(target: Any, site: Site) -> type[nn.Module]:
             if _reason(gate, up) is not None:
                 return getattr(self, down)(eager(gate) * up)
             product = _product(gate, up, activation)
-            with computed_again(product, lambda: _eager_forward(gate, up, activation)):
+            with computed_again(product, again, gate, up):
                 return getattr(self, down)(product)
 
     def accepts_call(self: Any, x: torch.Tensor) -> str | None:

@@ -28,7 +28,7 @@ def _chosen(index_ptr, at, slots, experts, EXPERTS: tl.constexpr):
 @triton.jit
 def count_kernel(index_ptr, counts_ptr, slots, experts, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
     """How many slots of each block chose each expert: ``counts [blocks, E]``."""
-    block = tl.program_id(0)
+    block = tl.program_id(0).to(tl.int64)  # times experts it may pass 2^31
     chose, _ = _chosen(index_ptr, block * BLOCK + tl.arange(0, BLOCK), slots, experts, EXPERTS)
     expert = tl.arange(0, EXPERTS)
     tl.store(counts_ptr + block * experts + expert, tl.sum(chose.to(tl.int32), axis=0), mask=expert < experts)
@@ -40,7 +40,7 @@ def scan_kernel(counts_ptr, totals_ptr, blocks, experts, BLOCKS: tl.constexpr):
     expert = tl.program_id(0)
     total = 0
     for start in range(0, blocks, BLOCKS):
-        at = start + tl.arange(0, BLOCKS)
+        at = (start + tl.arange(0, BLOCKS)).to(tl.int64)
         counts = tl.load(counts_ptr + at * experts + expert, mask=at < blocks, other=0)
         before = total + tl.cumsum(counts, axis=0) - counts
         tl.store(counts_ptr + at * experts + expert, before, mask=at < blocks)
@@ -54,7 +54,7 @@ def place_kernel(
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes the route from the scanned counts."""
-    block = tl.program_id(0)
+    block = tl.program_id(0).to(tl.int64)
     at = block * BLOCK + tl.arange(0, BLOCK)
     chose, known = _chosen(index_ptr, at, slots, experts, EXPERTS)
     expert = tl.arange(0, EXPERTS)
