@@ -1,4 +1,4 @@
-"""A mixture-of-experts block, router included, by each backend: ``python -m benchmarks.moe --json FILE``."""
+"""A mixture-of-experts block, router included, by each candidate: ``python -m benchmarks.moe --json FILE``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,22 @@ from benchmarks.program import progress, sized, timed_rounds
 from twinkle.bench.ops import wrong
 from twinkle.bench.results import ORIGINAL, Result, Run, percentiles, significant
 from twinkle.kernel import KernelChoice, kernelize
+from twinkle.kernel.ops.worthwhile import every_size
 from twinkle.kernel.report import report as report_on
 from twinkle.kernel.undo import unkernelize
 from twinkle.layout import plain, table, width_of_terminal
 
-TARGET = "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeExperts.forward"
-BACKENDS = (ORIGINAL, "triton", "torch", "liger")
+_MODULE = "transformers.models.qwen3_moe.modeling_qwen3_moe"
+EXPERTS, ROUTER = f"{_MODULE}.Qwen3MoeExperts.forward", f"{_MODULE}.Qwen3MoeTopKRouter.forward"
+
+CANDIDATES: dict[str, dict[str, KernelChoice]] = {
+    ORIGINAL: {},
+    "triton": {EXPERTS: KernelChoice("moe_experts", ("triton",)), ROUTER: KernelChoice("moe_router", ("triton",))},
+    "triton, experts alone": {EXPERTS: KernelChoice("moe_experts", ("triton",))},
+    "torch": {EXPERTS: KernelChoice("moe_experts", ("torch",))},
+    "liger": {EXPERTS: KernelChoice("moe_experts", ("liger",))},
+}
+"""Who computes a block: what is put into it."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +39,8 @@ class Sizes:
     width: int = 768
     experts: int = 128
     top_k: int = 8
+    dtype: torch.dtype | None = None
+    """The machine's usual one when None."""
 
     def __str__(self) -> str:
         return f"{self.tokens}x{self.hidden}, {self.experts} experts of {self.width}, top {self.top_k}"
@@ -38,7 +50,13 @@ MIXTRAL = Sizes(tokens=4096, hidden=4096, width=14336, experts=8, top_k=2)
 """Few and wide experts, of the shape of Mixtral-8x7B."""
 
 SIZES = {
-    "accelerator": [Sizes(), Sizes(tokens=512), Sizes(tokens=16), MIXTRAL],
+    "accelerator": [
+        Sizes(),
+        Sizes(tokens=512),
+        Sizes(tokens=16),
+        MIXTRAL,
+        *(Sizes(tokens=tokens, dtype=dtype) for dtype in (torch.float16, torch.float32) for tokens in (8192, 16)),
+    ],
     "cpu": [Sizes(512, 256, 128, 16, 4)],
     "quick": [Sizes(16, 32, 24, 4, 2)],
 }
@@ -82,19 +100,20 @@ def passes(made: Any, x: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
     return {"f": forward, "fb": both}
 
 
-def measure(device: torch.device, dtype: torch.dtype, sizes: Sequence[Sizes], rounds: int) -> Run:
-    """A row for each size, backend and pass."""
+def measure(device: torch.device, usual: torch.dtype, sizes: Sequence[Sizes], rounds: int) -> Run:
+    """A row for each size, candidate and pass."""
     run = Run("moe", device, {"rounds": rounds})
-    steps = [(size, backend) for size in sizes for backend in BACKENDS]
-    for number, (size, backend) in enumerate(steps):
-        progress(number, len(steps), f"{size}: {backend}")
-        if backend == ORIGINAL:
+    steps = [(size, who) for size in sizes for who in CANDIDATES]
+    for number, (size, who) in enumerate(steps):
+        progress(number, len(steps), f"{size}: {who}")
+        dtype = size.dtype or usual
+        if who == ORIGINAL:
             made = block(size, dtype, device)
             x = torch.randn(1, size.tokens, size.hidden, device=device).to(dtype).requires_grad_()
             expected = passes(made, x)["f"]()
         else:
-            kernelize(made, {TARGET: KernelChoice("moe_experts", (backend,))})
-        note = None if backend == ORIGINAL else _why_not(made) or wrong(passes(made, x)["f"](), expected)
+            kernelize(made, CANDIDATES[who])
+        note = None if who == ORIGINAL else _why_not(made) or wrong(passes(made, x)["f"](), expected)
         for name, step in passes(made, x).items():
             fields: dict[str, Any] = {"note": note}
             if note is None:
@@ -104,36 +123,36 @@ def measure(device: torch.device, dtype: torch.dtype, sizes: Sequence[Sizes], ro
                 figures = {} if peak is None else {"peak_memory_gb": peak}
                 fields = {"ms": percentiles(ms), "samples": rounds, "figures": figures}
             shape = str(size)
-            run.results.append(
-                Result(f"moe/qwen3_moe/{name}", backend, shape, str(dtype).removeprefix("torch."), **fields)
-            )
+            run.results.append(Result(f"moe/qwen3_moe/{name}", who, shape, str(dtype).removeprefix("torch."), **fields))
         unkernelize(made)
     return run
 
 
 def _why_not(made: Any) -> str | None:
     """Why nothing serves; None when the kernel does."""
-    row = report_on(made).rows[0]
-    return None if row.state == "installed" else row.why()
+    return "; ".join(row.why() for row in report_on(made).rows if row.state != "installed") or None
 
 
 def report(run: Run) -> str:
-    """A line per size, backend and pass."""
+    """A line per size, candidate and pass."""
     lines: list[tuple[str, ...]] = []
     for row in run.results:
         if row.ms:
             p20, p50, p80 = (significant(row.ms[p]) for p in ("p20", "p50", "p80"))
             peak = row.figures.get("peak_memory_gb")
             gigabytes = "-" if peak is None else f"{peak:g}"
-            lines.append((row.shape, row.case.rpartition("/")[2], row.who, f"{p50} ({p20} .. {p80})", gigabytes))
-    header = ("sizes", "pass", "who", "ms (p20 .. p80)", "peak GB")
+            lines.append(
+                (row.shape, row.dtype, row.case.rpartition("/")[2], row.who, f"{p50} ({p20} .. {p80})", gigabytes)
+            )
+    header = ("sizes", "dtype", "pass", "who", "ms (p20 .. p80)", "peak GB")
     notes = dict.fromkeys(f"{row.who}: {row.note}" for row in run.results if row.note)
     return "\n".join([plain(table(header, lines, width_of_terminal())), *notes])
 
 
 def main(argv: list[str] | None = None) -> Run:
     """Runs the program; returns what it measured."""
-    return sized("moe", "Times a mixture-of-experts block.", SIZES, measure, report, argv)
+    with every_size():
+        return sized("moe", "Times a mixture-of-experts block.", SIZES, measure, report, argv)
 
 
 if __name__ == "__main__":

@@ -92,12 +92,15 @@ def host(files: Files, text: dict[str, str], device: str) -> str:
     return "\n\n".join([_run_line(name, files[name], text), *(_op_table(one, text) for one in tables)])
 
 
+STEP_PROGRAMS = ("step", "step_moe")
+"""Files of the program ``step``, a model each."""
+
 STEP_COLUMNS = ("peak_memory_gb", "gpu_busy_ms", "kernels", "first_step_s", "graphs", "graph_breaks")
 
 
-def step(files: Files, text: dict[str, str], device: str) -> str:
+def step(files: Files, text: dict[str, str], device: str, program: str = "step") -> str:
     """Who was measured, a line per candidate, and two plots."""
-    name = f"{device}/step"
+    name = f"{device}/{program}"
     if name not in files:
         return _missing(name, text)
     found = files[name]
@@ -115,7 +118,7 @@ def step(files: Files, text: dict[str, str], device: str) -> str:
     header = [text[f"column {key}"] for key in ("model", "who", "speed", "ms", "host", *STEP_COLUMNS)]
     figures_there = {key for row in found.results for key in row.figures}
     plots = [
-        f"![{text[f'plot {what}']}]({PLOTS}/step-{device}-{what}.svg)"
+        f"![{text[f'plot {what}']}]({PLOTS}/{program}-{device}-{what}.svg)"
         for what, (figure, *_) in STEP_PLOTS.items()
         if figure in figures_there
     ]
@@ -309,13 +312,13 @@ def plots(files: Files, text: dict[str, str]) -> dict[str, str]:
             distances = {"allowed": [s.allowed for s in steps], OURS: [max(s.distance, ULP) for s in steps]}
             found[f"training-{device}-loss.svg"] = line_chart(text["plot loss"], content.curves)
             found[f"training-{device}-distance.svg"] = line_chart(text["plot distance"], distances, log=True)
-        if program == "step":
+        if program in STEP_PROGRAMS:
             for what, (figure, unit, digits) in STEP_PLOTS.items():
                 ordered = _in_order({row.who: row for row in content.results if figure in row.figures})
                 groups = [(who, [(who, row.figures[figure])]) for who, row in ordered]
                 if groups:
                     chart = bar_chart(text[f"plot {what}"], groups, unit=unit, digits=digits)
-                    found[f"step-{device}-{what}.svg"] = chart
+                    found[f"{program}-{device}-{what}.svg"] = chart
     return found
 
 
@@ -350,7 +353,7 @@ def section(name: str) -> Section:
     of_device = {
         "ops": ops,
         "host": host,
-        "step": step,
+        **{program: functools.partial(step, program=program) for program in STEP_PROGRAMS},
         "loss": functools.partial(timed, program="loss"),
         "moe": functools.partial(timed, program="moe"),
         "distributed": distributed,

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -80,6 +81,28 @@ QWEN3_SMALL = Workload(
 )
 """The shape of Qwen3-0.6B as published."""
 
+QWEN3_MOE = Workload(
+    "qwen3-30b-a3b-6-layers",
+    "Qwen3Moe",
+    batch=2,
+    length=4096,
+    config={
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 4096,
+        "attn_implementation": "sdpa",
+    },
+)
+"""Six layers of the shape of Qwen3-30B-A3B."""
+
 TOY = Workload(
     "toy",
     "Qwen3",
@@ -97,7 +120,7 @@ TOY = Workload(
     },
 )
 
-WORKLOADS = {workload.name: workload for workload in (QWEN3_SMALL, TOY)}
+WORKLOADS = {workload.name: workload for workload in (QWEN3_SMALL, QWEN3_MOE, TOY)}
 DTYPE = torch.bfloat16
 
 
@@ -105,7 +128,8 @@ def _patch_liger(workload: Workload) -> None:
     """Liger's own way in, with everything it does by default, its fused loss included."""
     import liger_kernel.transformers as liger
 
-    getattr(liger, f"apply_liger_kernel_to_{workload.family.lower()}")()
+    family = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", workload.family).lower()
+    getattr(liger, f"apply_liger_kernel_to_{family}")()
 
 
 def _no_liger() -> Reason | None:
@@ -341,6 +365,8 @@ def main(argv: list[str] | None = None) -> Run | None:
         metavar="NAME,...",
         help=f"only these, in this order (default: {','.join(CANDIDATES)})",
     )
+    models = [name for name in WORKLOADS if name != TOY.name]
+    parser.add_argument("--model", choices=models, default=QWEN3_SMALL.name, help=f"default: {QWEN3_SMALL.name}")
     parser.add_argument("--alone", help=argparse.SUPPRESS)  # the process of one candidate
     options = parser.parse_args(argv)
     device = start(options)
@@ -350,7 +376,7 @@ def main(argv: list[str] | None = None) -> Run | None:
         row = measure(asked.pop("who"), workload, device, **asked)
         Path(options.json).write_text(json.dumps(dataclasses.asdict(row)))
         return None
-    workload = TOY if options.quick else QWEN3_SMALL
+    workload = TOY if options.quick else WORKLOADS[options.model]
     # Toys are too small for the machine code to matter: what is tried is whether everything runs.
     settings = {"seconds": 0.0, "compiler": "aot_eager"} if options.quick else {"seconds": 5.0, "compiler": "inductor"}
     run = Run("step", device, {"quick": options.quick, "budget_s": options.budget, **settings})

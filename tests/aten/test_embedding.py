@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.nn.functional import embedding
 
 from ops.embedding import SPEC
-from tests.aten.conftest import DEVICE, INTERPRETED
+from tests.aten.conftest import DEVICE, INTERPRETED, SIMULATED
 from twinkle.aten import Profile
 from twinkle.aten.registration import active
 
@@ -42,7 +45,7 @@ def forward_and_backward(options: dict) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_every_kind_of_gradient(options: dict, chip: Profile) -> None:
-    if "sparse" in options and DEVICE != "cpu":  # the simulated device has no sparse tensors, whoever makes them
+    if "sparse" in options and SIMULATED:  # the simulated device has no sparse tensors, whoever makes them
         with SPEC.register_a1(platform=chip.platform), pytest.raises(NotImplementedError, match="_sparse_coo_tensor"):
             forward_and_backward(options)
         return
@@ -56,6 +59,7 @@ def test_every_kind_of_gradient(options: dict, chip: Profile) -> None:
     assert registration.derivative.counts.kernel == (0 if "sparse" in options else 1)
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="an assertion on the device: see the next test")
 def test_an_index_out_of_range_is_pytorchs_error(chip: Profile) -> None:
     for wrong in (5, -1):
         indices = ids().index_fill(1, torch.tensor([1], device=DEVICE), wrong)
@@ -68,6 +72,29 @@ def test_an_index_out_of_range_is_pytorchs_error(chip: Profile) -> None:
         assert (counts.kernel, counts.errors, counts.fallbacks) == (
             (0, 0, {"index-range": 1}) if INTERPRETED else (0, 1, {})
         )
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="there it is an exception")
+@pytest.mark.parametrize("wrong", [5, -1])
+def test_on_a_cuda_device_an_index_out_of_range_stops_it_as_natively(wrong: int) -> None:
+    """In a process of its own, which can't use the device any more."""
+    program = f"""
+import contextlib, sys, torch
+from ops.embedding import register_a1
+counter = {{}}
+with register_a1(platform="nvidia", counter=counter) if sys.argv[1] == "ours" else contextlib.nullcontext():
+    try:
+        torch.nn.functional.embedding(torch.tensor([1, {wrong}], device="cuda"), torch.ones(5, 6, device="cuda"))
+        torch.cuda.synchronize()
+    except Exception as error:
+        print(type(error).__name__, str(error).splitlines()[0], sorted(counter.values()))
+"""
+    said = {
+        whose: subprocess.run([sys.executable, "-c", program, whose], capture_output=True, text=True).stdout.strip()
+        for whose in ("native", "ours")
+    }
+    assert said["native"].endswith(" []")
+    assert said["ours"] == said["native"].replace("[]", "[1]")
 
 
 def test_the_gradient_is_the_same_at_each_call(chip: Profile) -> None:

@@ -124,7 +124,8 @@ def or_error(work: Callable[[], Any]) -> Any:
 @st.composite
 def lookups(draw: Any) -> list[Any]:
     """Mostly right ones; sometimes indices out of range, or a table or indices of another kind."""
-    rows = draw(st.sampled_from((100, 100, 100, 4)))  # a drawn index is below 100
+    # A drawn index is below 100; one out of range would end the use of a CUDA device in this process.
+    rows = draw(st.sampled_from((100, 100, 100, 100 if DEVICE == "cuda" else 4)))
     table = draw(tensors(draw(st.sampled_from(((rows, 3), (rows, 1), (rows, 3), (rows, 0), (rows,), (rows, 2, 2))))))
     indices = draw(tensors())
     if draw(st.integers(0, 4)):
@@ -282,13 +283,10 @@ BAD: list[tuple[str, Callable[[], Any]]] = [
     ("dropout", lambda: torch.ops.aten.dropout(torch.ones(3, device=DEVICE), -0.1, True)),
     ("dropout", lambda: torch.ops.aten.dropout(torch.ones(3, device=DEVICE), float("nan"), True)),
     ("dropout", lambda: torch.ops.aten.dropout(2.0, 0.5, True)),
-    ("embedding", lambda: torch.nn.functional.embedding(INDICES, torch.ones(3, 2, device=DEVICE))),
-    ("embedding", lambda: torch.nn.functional.embedding(INDICES - 2, torch.ones(9, 2, device=DEVICE))),
     ("embedding", lambda: torch.nn.functional.embedding(INDICES.float(), torch.ones(9, 2, device=DEVICE))),
     ("embedding", lambda: torch.ops.aten.embedding(torch.ones(9, device=DEVICE), INDICES)),
     ("scaled_dot_product_attention", lambda: attention(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 5))),
     ("scaled_dot_product_attention", lambda: attention(QUERY, QUERY, attn_mask=torch.ones(7, 7))),
-    ("scaled_dot_product_attention", lambda: attention(QUERY, QUERY, dropout_p=1.5)),
     ("scaled_dot_product_attention", lambda: attention(QUERY, QUERY.half())),
     ("empty_like", lambda: torch.empty_like(torch.ones(3, device=DEVICE), memory_format=torch.channels_last)),
     ("empty_like", lambda: torch.empty_like(2)),
@@ -303,6 +301,14 @@ BAD: list[tuple[str, Callable[[], Any]]] = [
     ("type_as", lambda: torch.ones(2, device=DEVICE).type_as(torch.float16)),
     ("type_as", lambda: torch.ones(2, device=DEVICE).type_as(3.0)),
 ]
+
+
+if DEVICE != "cuda":  # there it is an assertion on the device: see test_embedding.py. A p of 1.5 isn't looked at there.
+    BAD += [
+        ("embedding", lambda: torch.nn.functional.embedding(INDICES, torch.ones(3, 2, device=DEVICE))),
+        ("embedding", lambda: torch.nn.functional.embedding(INDICES - 2, torch.ones(9, 2, device=DEVICE))),
+        ("scaled_dot_product_attention", lambda: attention(QUERY, QUERY, dropout_p=1.5)),
+    ]
 
 
 @pytest.mark.parametrize(("name", "call"), BAD)

@@ -69,7 +69,8 @@ def test_sum_rows(dtype: str, indices: str) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "mask"), [("fp32", 2), ("bf16", 0), ("bf16", 1), ("fp16", 2), ("fp64", 2)])
-def test_attend(dtype: str, mask: int) -> None:
+@pytest.mark.parametrize(("width", "out_width"), [(64, 64), (16, 32), (128, 256)])
+def test_attend(dtype: str, mask: int, width: int, out_width: int) -> None:
     signature = dict.fromkeys(("to", "query", "key", "value"), f"*{dtype}")
     signature["mask"] = "*u8" if mask == 1 else f"*{dtype}"
     signature |= dict.fromkeys(
@@ -79,4 +80,4 @@ def test_attend(dtype: str, mask: int) -> None:
     double = dtype == "fp64"
     rows = 16 if double else 64
     constants = {"SCALE": 0.125, "MASK": mask, "CAUSAL": mask == 0, "DOUBLE": double, "ROWS": rows, "COLUMNS": rows}
-    assert compile_for_gpu(attend, signature, constants | {"WIDTH": 64, "OUT_WIDTH": 64}).asm["cubin"]
+    assert compile_for_gpu(attend, signature, constants | {"WIDTH": width, "OUT_WIDTH": out_width}).asm["cubin"]

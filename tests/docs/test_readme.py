@@ -74,7 +74,7 @@ def test_the_gains_it_shows_are_those_of_the_result_file(name: str) -> None:
             f"{figures[who]['kernels']:,.0f}",
             f"{figures[who]['peak_memory_gb']:.1f} GB",
         ]
-        for who in ("hf", "liger", "twinkle", "twinkle+fused_ce")
+        for who in ("hf", "liger", "compile", "twinkle", "twinkle+fused_ce", "twinkle+fused_ce+compile")
     ]
 
 

@@ -30,6 +30,7 @@ OPS = {
     "swiglu",
     "geglu",
     "rotary",
+    "moe_router",
     "moe_experts",
     "moe_block",
     "sdpa_attention",
@@ -107,6 +108,9 @@ def misfit(op: str, shape: Shape) -> str | None:
         pair, single = ("q", "k", "cos", "sin"), ("x", "cos", "sin")
         fits = shape.kind == "function" and (shape.parameters[:4] == pair or shape.parameters[:3] == single)
         return None if fits else f"no rotation of q and k by cos and sin: {shape}"
+    if op == "moe_router":
+        fits = shape.parameters == ("self", "hidden_states") and shape.children == {"weight"} and "top_k" in shape.reads
+        return None if fits else f"no router by a softmax: {shape}"
     if op == "moe_experts":
         fits = shape.parameters == ("self", "hidden_states", "top_k_index", "top_k_weights")
         return None if fits and has("gate_up_proj", "down_proj", "act_fn") else f"no stacked experts: {shape}"
@@ -293,6 +297,8 @@ def test_imported_inherited_and_guarded_names_are_followed(sources: Callable[...
         ("rotary", "transformers.models.llama4.modeling_llama4.apply_rotary_emb"),
         ("moe_experts", "transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts.forward"),
         ("moe_experts", "transformers.models.deepseek_v4.modeling_deepseek_v4.DeepseekV4Experts.forward"),
+        ("moe_router", "transformers.models.glm4_moe.modeling_glm4_moe.Glm4MoeTopkRouter.forward"),
+        ("moe_router", "transformers.models.gpt_oss.modeling_gpt_oss.GptOssTopKRouter.forward"),
         ("moe_block", "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock.forward"),
     ],
 )

@@ -14,7 +14,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from twinkle import presets
 from twinkle.kernel import KernelChoice, kernelize
 from twinkle.kernel.ops import worthwhile
-from twinkle.kernel.ops.worthwhile import Least, every_size, too_few_for
+from twinkle.kernel.ops.worthwhile import Least, every_size, slower_for
 from twinkle.kernel.registry import get_impl
 from twinkle.kernel.report import report
 from twinkle.kernel.undo import unkernelize
@@ -35,6 +35,21 @@ def test_every_rule_is_about_a_backend_that_there_is() -> None:
     for (op, backend), rules in worthwhile.LEAST.items():
         assert not isinstance(get_impl(op, backend), Reason)
         assert all(least.elements > 0 and device in ("cpu", "cuda") for device, least in rules.items())
+
+
+def test_every_dtype_rule_is_about_a_backend_that_there_is() -> None:
+    for (op, backend), rules in worthwhile.SLOW_DTYPES.items():
+        assert not isinstance(get_impl(op, backend), Reason)
+        assert all(dtypes and device in ("cpu", "cuda") for device, dtypes in rules.items())
+
+
+def test_a_dtype_in_which_the_original_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(worthwhile.SLOW_DTYPES, ("op", "backend"), {"cpu": (torch.float32,)})
+    slower = slower_for("op", "backend")
+    assert slower(torch.zeros(7)) == "in float32, for which the original is faster"
+    assert slower(torch.zeros(7, dtype=torch.bfloat16)) is None
+    with every_size():
+        assert slower(torch.zeros(7)) is None
 
 
 def test_a_small_call_is_the_originals_and_a_large_one_the_kernels() -> None:
@@ -72,14 +87,14 @@ def test_a_comparison_is_of_the_kernel_whatever_the_size(qwen3: torch.nn.Module,
 
 def test_rules_for_training_and_none_under_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worthwhile, "LEAST", {("op", "backend"): {"cpu": Least(8, in_training=True)}})
-    too_few, x = too_few_for("op", "backend"), torch.zeros(7)
-    assert too_few(x) == "fewer than 8 elements, for which the original is faster"
-    assert too_few(torch.zeros(8)) is None and too_few(torch.zeros(7, device="meta")) is None
-    assert too_few_for("op", "another")(x) is None
+    slower, x = slower_for("op", "backend"), torch.zeros(7)
+    assert slower(x) == "fewer than 8 elements, for which the original is faster"
+    assert slower(torch.zeros(8)) is None and slower(torch.zeros(7, device="meta")) is None
+    assert slower_for("op", "another")(x) is None
     with torch.no_grad():
-        assert too_few(x) is None
+        assert slower(x) is None
     monkeypatch.setattr(worthwhile, "is_compiling", lambda: True)
-    assert too_few(x) is None
+    assert slower(x) is None
 
 
 def test_every_size_ends_with_its_block() -> None:

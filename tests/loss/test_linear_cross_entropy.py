@@ -237,10 +237,17 @@ def test_chunks_cover_all_tokens_and_none_is_too_long(tokens: int, most: int) ->
     assert all(len(range(tokens)[part]) <= most for part in chunks)
 
 
-def test_chunks_are_of_one_length_in_whole_tiles_where_they_can_be() -> None:
-    assert [part.start for part in chunks_of(8192, 1316)] == list(range(0, 8192, 1024))
-    assert [part.start for part in chunks_of(7680, 1316)] == list(range(0, 7680, 1280))
-    assert [part.start for part in chunks_of(5000, 1316)] == list(range(0, 5000, 1280)), "the shortest rest"
+@pytest.mark.parametrize(
+    ("tokens", "most", "lengths"),
+    [
+        (7680, 1316, [1280] * 6),
+        (8192, 1579, [1280, 1280, 1536, 1280, 1280, 1536]),
+        (5000, 1316, [1280, 1280, 1280, 1160]),
+        (300, 100, [100, 100, 100]),
+    ],
+)
+def test_chunks_are_few_and_equal_and_whole_tiles(tokens: int, most: int, lengths: list[int]) -> None:
+    assert [part.stop - part.start for part in chunks_of(tokens, most)] == lengths
 
 
 def test_chunks_are_smaller_where_the_formula_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,9 +57,9 @@ def attend(
     row = block * ROWS + tl.arange(0, ROWS)
     depth = tl.arange(0, WIDTH)
     out_depth = tl.arange(0, OUT_WIDTH)
-    at = batch * query_strides[0] + head * query_strides[1]
-    at += row[:, None] * query_strides[2] + depth[None, :] * query_strides[3]
-    q = tl.load(query + at, mask=(row[:, None] < queries) & (depth[None, :] < width), other=0)
+    q_at = batch * query_strides[0] + head * query_strides[1]
+    q_at += row[:, None] * query_strides[2] + depth[None, :] * query_strides[3]
+    q = tl.load(query + q_at, mask=(row[:, None] < queries) & (depth[None, :] < width), other=0)
 
     key += batch * key_strides[0] + head // group * key_strides[1]
     value += batch * value_strides[0] + head // group * value_strides[1]
@@ -71,16 +71,16 @@ def attend(
         end = tl.minimum(keys, (block + 1).to(tl.int32) * ROWS)
     for start in range(0, end, COLUMNS):
         column = (start + tl.arange(0, COLUMNS)).to(tl.int64)
-        at = depth[:, None] * key_strides[3] + column[None, :] * key_strides[2]
-        k = tl.load(key + at, mask=(depth[:, None] < width) & (column[None, :] < keys), other=0)
+        k_at = depth[:, None] * key_strides[3] + column[None, :] * key_strides[2]
+        k = tl.load(key + k_at, mask=(depth[:, None] < width) & (column[None, :] < keys), other=0)
         scores = _product(q, k, DOUBLE) * SCALE
         seen = (row[:, None] < queries) & (column[None, :] < keys)
         if CAUSAL:
             seen = seen & (column[None, :] <= row[:, None])
         if MASK > 0:
-            at = batch * mask_strides[0] + head * mask_strides[1]
-            at += row[:, None] * mask_strides[2] + column[None, :] * mask_strides[3]
-            given = tl.load(mask + at, mask=seen, other=0)
+            mask_at = batch * mask_strides[0] + head * mask_strides[1]
+            mask_at += row[:, None] * mask_strides[2] + column[None, :] * mask_strides[3]
+            given = tl.load(mask + mask_at, mask=seen, other=0)
             if MASK == 1:
                 seen = seen & (given != 0)
             else:
@@ -90,14 +90,14 @@ def attend(
         beside = tl.where(larger == float("-inf"), 0.0, larger)
         weights = tl.exp(scores - beside[:, None])
         less = tl.exp(most - beside)
-        at = column[:, None] * value_strides[2] + out_depth[None, :] * value_strides[3]
-        v = tl.load(value + at, mask=(column[:, None] < keys) & (out_depth[None, :] < out_width), other=0)
+        v_at = column[:, None] * value_strides[2] + out_depth[None, :] * value_strides[3]
+        v = tl.load(value + v_at, mask=(column[:, None] < keys) & (out_depth[None, :] < out_width), other=0)
         summed = summed * less[:, None] + _product(weights.to(v.dtype), v, DOUBLE)
         total = total * less + tl.sum(weights, 1)
         most = larger
 
     summed = summed / tl.where(total == 0, 1.0, total)[:, None]
-    at = batch * to_strides[0] + head * to_strides[1]
-    at += row[:, None] * to_strides[2] + out_depth[None, :] * to_strides[3]
+    to_at = batch * to_strides[0] + head * to_strides[1]
+    to_at += row[:, None] * to_strides[2] + out_depth[None, :] * to_strides[3]
     inside = (row[:, None] < queries) & (out_depth[None, :] < out_width)
-    tl.store(to + at, summed.to(to.dtype.element_ty), mask=inside)
+    tl.store(to + to_at, summed.to(to.dtype.element_ty), mask=inside)

@@ -9,15 +9,16 @@ from __future__ import annotations
 from twinkle.kernel.registry import KernelChoice
 
 # op -> backends, best first, as measured: see benchmarks/results and docs/en/benchmarks.md. Where the `torch`
-# backend doesn't win (see ops/torch_support.py) it refuses. moe_experts by triton is registered, but not chosen before
-# it is measured; by liger it never is.
+# backend doesn't win (see ops/torch_support.py) it refuses. moe_experts by liger is never chosen, by torch it wasn't
+# faster in every size.
 _CHAINS: dict[str, tuple[str, ...]] = {
-    "rms_norm": ("npu", "triton", "liger", "torch"),
+    "rms_norm": ("npu", "triton", "torch", "liger"),
     "gated_rms_norm": ("npu", "triton", "torch"),
     "swiglu": ("npu", "triton", "liger"),
     "geglu": ("npu", "triton", "liger"),
     "rotary": ("npu", "triton", "liger", "torch"),
-    "moe_experts": ("npu",),
+    "moe_router": ("triton",),
+    "moe_experts": ("npu", "triton"),
     "moe_block": ("npu",),
     "sdpa_attention": ("npu",),
     "fla": ("npu", "fla"),
@@ -56,6 +57,7 @@ _FAMILIES: dict[str, dict[str, str | tuple[str, ...]]] = {
         "rms_norm": "Qwen3MoeRMSNorm",
         "swiglu": "Qwen3MoeMLP.forward",
         "rotary": _ROPE,
+        "moe_router": "Qwen3MoeTopKRouter.forward",
         "moe_experts": "Qwen3MoeExperts.forward",
         "moe_block": "Qwen3MoeSparseMoeBlock.forward",
     },
@@ -63,6 +65,7 @@ _FAMILIES: dict[str, dict[str, str | tuple[str, ...]]] = {
         "rms_norm": "Qwen3VLMoeTextRMSNorm",
         "swiglu": "Qwen3VLMoeTextMLP.forward",
         "rotary": (_ROPE, _VISION_ROPE),
+        "moe_router": "Qwen3VLMoeTextTopKRouter.forward",
         "moe_experts": "Qwen3VLMoeTextExperts.forward",
         "moe_block": "Qwen3VLMoeTextSparseMoeBlock.forward",
     },
@@ -71,6 +74,7 @@ _FAMILIES: dict[str, dict[str, str | tuple[str, ...]]] = {
         "gated_rms_norm": "Qwen3NextRMSNormGated.forward",
         "swiglu": "Qwen3NextMLP.forward",
         "rotary": _ROPE,
+        "moe_router": "Qwen3NextTopKRouter.forward",
         "moe_experts": "Qwen3NextExperts.forward",
         "moe_block": "Qwen3NextSparseMoeBlock.forward",
     },
@@ -85,6 +89,7 @@ _FAMILIES: dict[str, dict[str, str | tuple[str, ...]]] = {
         "gated_rms_norm": "Qwen3_5MoeRMSNormGated.forward",
         "swiglu": "Qwen3_5MoeMLP.forward",
         "rotary": (_ROPE, _VISION_ROPE),
+        "moe_router": "Qwen3_5MoeTopKRouter.forward",
         "moe_experts": "Qwen3_5MoeExperts.forward",
         "moe_block": "Qwen3_5MoeSparseMoeBlock.forward",
     },
@@ -97,7 +102,12 @@ _FAMILIES: dict[str, dict[str, str | tuple[str, ...]]] = {
     "ministral": {"rms_norm": "MinistralRMSNorm", "swiglu": "MinistralMLP.forward", "rotary": _ROPE},
     "ministral3": {"rms_norm": "Ministral3RMSNorm", "swiglu": "Ministral3MLP.forward", "rotary": _ROPE},
     # mixtral's block stays: its router may jitter the input while training.
-    "mixtral": {"rms_norm": "MixtralRMSNorm", "rotary": _ROPE, "moe_experts": "MixtralExperts.forward"},
+    "mixtral": {
+        "rms_norm": "MixtralRMSNorm",
+        "rotary": _ROPE,
+        "moe_router": "MixtralTopKRouter.forward",
+        "moe_experts": "MixtralExperts.forward",
+    },
     "pixtral": {"rms_norm": "PixtralRMSNorm", "geglu": "PixtralMLP.forward", "rotary": _ROPE},
     "smollm3": {"rms_norm": "SmolLM3RMSNorm", "swiglu": "SmolLM3MLP.forward", "rotary": _ROPE},
     "granite": {"rms_norm": "GraniteRMSNorm", "swiglu": "GraniteMLP.forward", "rotary": _ROPE},

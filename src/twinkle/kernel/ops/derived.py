@@ -15,7 +15,6 @@ from twinkle.kernel.registry import KernelImpl, OpDefinition, register_backend_f
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 
@@ -36,7 +35,7 @@ class Example:
 
 
 def layer(
-    name: str, forward: Callable[..., torch.Tensor], accepts_call: Callable[..., str | None] | None = None
+    name: str, forward: Callable[..., Any], accepts_call: Callable[..., str | None] | None = None
 ) -> type[nn.Module]:
     """A layer class as the Hugging Face Hub defines it: an ``nn.Module`` that brings a ``forward`` and nothing else."""
     from torch import nn

@@ -1,6 +1,6 @@
-"""From how many elements on a kernel is faster than what it replaces: rules made from measurements.
+"""For which inputs a kernel is slower than what it replaces: rules made from measurements.
 
-A call with fewer goes to the original, counted with the reason. That is no statement about what a kernel can do, so
+Such a call goes to the original, counted with the reason. That is no statement about what a kernel can do, so
 verification and benchmarks look away from it, see :func:`every_size`. Under a compiler the costs are others, and sizes
 may be symbols: no rule holds there.
 """
@@ -37,27 +37,38 @@ LEAST: dict[tuple[str, str], dict[str, Least]] = {
 }
 """(op, backend) -> device type -> rule."""
 
+SLOW_DTYPES: dict[tuple[str, str], dict[str, tuple[torch.dtype, ...]]] = {
+    # H200: without the matrix units 8192 tokens of 128 experts took 31 ms, by cuBLAS 22.
+    ("moe_experts", "triton"): {"cuda": (torch.float32,)},
+}
+"""(op, backend) -> device type -> dtypes in which the original is always faster."""
+
 _every_size = False
 
 
-def too_few_for(op: str, backend: str) -> Callable[[torch.Tensor], str | None]:
+def slower_for(op: str, backend: str) -> Callable[[torch.Tensor], str | None]:
     """A function of a call's first input that says why the original is faster; None where the kernel is."""
-    rules = LEAST.get((op, backend), {})
+    rules, dtypes = LEAST.get((op, backend), {}), SLOW_DTYPES.get((op, backend), {})
 
-    def too_few(x: torch.Tensor) -> str | None:
-        least = rules.get(x.device.type)
-        if least is None or _every_size or is_compiling() or x.numel() >= least.elements:
+    def slower(x: torch.Tensor) -> str | None:
+        kind = x.device.type
+        if _every_size or is_compiling():
+            return None
+        if x.dtype in dtypes.get(kind, ()):
+            return f"in {str(x.dtype).removeprefix('torch.')}, for which the original is faster"
+        least = rules.get(kind)
+        if least is None or x.numel() >= least.elements:
             return None
         if least.in_training and not torch.is_grad_enabled():
             return None
         return f"fewer than {least.elements} elements, for which the original is faster"
 
-    return too_few
+    return slower
 
 
 @contextlib.contextmanager
 def every_size() -> Iterator[None]:
-    """Within it kernels take inputs of every size, in the whole process: to find out whether they work, or how fast."""
+    """Within it no rule holds, in the whole process: to find out whether kernels work, or how fast."""
     global _every_size
     before, _every_size = _every_size, True
     try:

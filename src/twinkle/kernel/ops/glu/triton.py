@@ -22,7 +22,7 @@ from twinkle.kernel.ops.glu import triton_kernels as kernels
 from twinkle.kernel.ops.glu.reference import ACTIVATIONS
 from twinkle.kernel.ops.triton_programs import Launch, Make, Memory, Program, Traced, library_op
 from twinkle.kernel.ops.triton_support import call_reason, device_reason, gradients_with_graph, rows_of, tuned
-from twinkle.kernel.ops.worthwhile import too_few_for
+from twinkle.kernel.ops.worthwhile import slower_for
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ def load(target: Any, site: Site) -> type[nn.Module]:
     variant: GluVariant = site.variant
     activation, down = variant.activation, variant.projections[-1]
     eager, again = ACTIVATIONS[activation], functools.partial(_eager_forward, activation=activation)
-    too_few = too_few_for("swiglu" if activation == "silu" else "geglu", "triton")
+    slower = slower_for("swiglu" if activation == "silu" else "geglu", "triton")
 
     if len(variant.projections) == 2:
         fused = variant.projections[0]
@@ -255,6 +255,6 @@ def load(target: Any, site: Site) -> type[nn.Module]:
                 return getattr(self, down)(product)
 
     def accepts_call(self: Any, x: torch.Tensor) -> str | None:
-        return call_reason(x) or too_few(x)
+        return call_reason(x) or slower(x)
 
     return layer("TritonGLU", forward, accepts_call)

@@ -1,4 +1,4 @@
-"""Ops ``moe_experts`` (all experts of a layer) and ``moe_block`` (router, experts and shared expert)."""
+"""Ops ``moe_router``, ``moe_experts`` (all experts of a layer) and ``moe_block`` (both, and a shared expert)."""
 
 from __future__ import annotations
 
@@ -24,6 +24,18 @@ register_op(
             lazy_import(f"{_HERE}.liger:load"),
             lazy_import(f"{_HERE}.liger:available"),
             lazy_import(f"{_HERE}.liger:accepts"),
+        ),
+    },
+)
+
+register_op(
+    "moe_router",
+    reference=f"{_HERE}.router_reference",
+    implementations={
+        "triton": KernelImpl(
+            lazy_import(f"{_HERE}.triton_router:load"),
+            lazy_import("twinkle.kernel.ops.triton_support:available"),
+            lazy_import(f"{_HERE}.triton_router:accepts"),
         ),
     },
 )

@@ -41,17 +41,18 @@ def differentiable(results: Results, gradients: Gradients) -> Callable[..., torc
             stacks = gate_up, down, gate_up_bias, down_bias
             out, projected, to = results(x, index, weights, stacks, variant, any(ctx.needs_input_grad))
             ctx.variant = variant
-            ctx.save_for_backward(x, weights, *stacks, index, projected, *to[:3])
+            ctx.save_for_backward(x, weights, *stacks, index, projected, *to)
             return out
 
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-            x, weights, *stacks, index, projected, slots, places, ends = ctx.saved_tensors
+            x, weights, gate_up, down, gate_up_bias, down_bias, index, projected, *route = ctx.saved_tensors
+            stacks = gate_up, down, gate_up_bias, down_bias
             needed = ctx.needs_input_grad[:6]
             if torch.is_grad_enabled():  # the gradient is to be differentiated again
                 formula = functools.partial(_by_formula, index=index, variant=ctx.variant)
                 return (*gradients_with_graph(formula, (x, weights, *stacks), needed, grad), None, None)
-            to = Route(slots, places, ends, index.shape[-1])
+            to = Route(*route)
             return (*gradients(x, index, weights, stacks, ctx.variant, projected, to, grad, needed), None, None)
 
     return Experts.apply  # type: ignore[no-any-return]

@@ -17,15 +17,20 @@ class Route(NamedTuple):
 
     Attributes:
         slots: ``[S]`` int64, the slots sorted by expert; tokens of one expert keep their order.
+        tokens: ``[S]`` int64, whose slots they are.
         places: ``[T, K]`` int32, where each slot went; -1 for one that names no expert.
         ends: ``[E]`` int32, where each expert's rows end.
-        top_k: K.
     """
 
     slots: torch.Tensor
+    tokens: torch.Tensor
     places: torch.Tensor
     ends: torch.Tensor
-    top_k: int
+
+    @property
+    def top_k(self) -> int:
+        """How many experts a token chose."""
+        return self.places.shape[1]
 
 
 def route(index: torch.Tensor, experts: int) -> Route:
@@ -38,4 +43,4 @@ def route(index: torch.Tensor, experts: int) -> Route:
     ends = torch.searchsorted(ordered, numbers, right=True, out_int32=True)
     places = torch.empty(slots.shape, dtype=torch.int32, device=index.device)
     places[slots] = torch.arange(slots.numel(), dtype=torch.int32, device=index.device)
-    return Route(slots, places.masked_fill(nobody, -1).view(index.shape), ends, index.shape[-1])
+    return Route(slots, slots // index.shape[-1], places.masked_fill(nobody, -1).view(index.shape), ends)

@@ -56,7 +56,7 @@ def _nobody(to: Route) -> torch.Tensor:
 
 def _rows(tokens: torch.Tensor, to: Route) -> torch.Tensor:
     """Each slot's token's row."""
-    return tokens[to.slots // to.top_k]
+    return tokens[to.tokens]
 
 
 def _projected(rows: torch.Tensor, to: Route, stacks: Stacks, variant: MoeExpertsVariant) -> torch.Tensor:

@@ -42,7 +42,7 @@ def down(product: torch.Tensor, to: Route, stacks: Stacks, variant: MoeExpertsVa
 
 def gathered(tokens: torch.Tensor, to: Route) -> torch.Tensor:
     """Each slot's token's row."""
-    return torch.index_select(tokens, 0, to.slots // to.top_k)
+    return torch.index_select(tokens, 0, to.tokens)
 
 
 def gate_backward(

@@ -21,6 +21,7 @@ from twinkle.kernel.ops.moe.routing import Route
 from twinkle.kernel.ops.moe.triton_routing import route
 from twinkle.kernel.ops.triton_support import call_reason as tensors_reason
 from twinkle.kernel.ops.triton_support import device_reason
+from twinkle.kernel.ops.worthwhile import slower_for
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ def accepts(site: Site) -> Reason | None:
 def load(target: Any, site: Site) -> type[nn.Module]:
     """The layer class."""
     variant: MoeExpertsVariant = site.variant
+    slower = slower_for("moe_experts", "triton")
 
     def forward(
         self: Any, hidden_states: torch.Tensor, top_k_index: Any = None, top_k_weights: Any = None
@@ -116,6 +118,7 @@ def load(target: Any, site: Site) -> type[nn.Module]:
             other_implementation(self, variant)
             or tensors_reason(hidden_states, top_k_weights, *stacks)
             or call_reason(hidden_states, top_k_index, top_k_weights, stacks)
+            or slower(hidden_states)
         )
 
     return layer("TritonMoeExperts", forward, accepts_call)

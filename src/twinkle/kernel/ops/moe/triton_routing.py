@@ -50,7 +50,7 @@ def scan_kernel(counts_ptr, totals_ptr, blocks, experts, BLOCKS: tl.constexpr):
 
 @triton.jit
 def place_kernel(
-    index_ptr, counts_ptr, totals_ptr, ends_ptr, slots_ptr, places_ptr, slots, experts,
+    index_ptr, counts_ptr, totals_ptr, ends_ptr, slots_ptr, tokens_ptr, places_ptr, slots, experts, top_k,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes the route from the scanned counts."""
@@ -67,6 +67,10 @@ def place_kernel(
     place = tl.sum(tl.where(chose, first[None, :] + rank, 0), axis=1)
     tl.store(places_ptr + at, tl.where(known, place, -1), mask=at < slots)
     tl.store(slots_ptr + place, at.to(tl.int64), mask=known)
+    tl.store(tokens_ptr + place, (at // top_k).to(tl.int64), mask=known)
+    behind = (at >= tl.sum(totals, axis=0)) & (at < slots)  # where nobody's slot goes
+    tl.store(slots_ptr + at, tl.zeros((BLOCK,), tl.int64), mask=behind)
+    tl.store(tokens_ptr + at, tl.zeros((BLOCK,), tl.int64), mask=behind)
 
 
 _programs: Memory[tuple[Program, Program, Program]] = Memory()
@@ -76,20 +80,21 @@ def route(index: torch.Tensor, experts: int) -> Route:
     """As :func:`twinkle.kernel.ops.moe.routing.route`; behind all experts' slots lie zeros."""
     index = index.contiguous()
     key = index.shape, index.dtype, index.device, experts
-    programs = _programs.get(key) or _programs.add(key, _launched(index.numel(), experts))
+    programs = _programs.get(key) or _programs.add(key, _launched(index.shape[0], index.shape[1], experts))
     count, scan, place = programs
     blocks = count.launch.grid[0]
     counts = torch.empty((blocks + 2, experts), dtype=torch.int32, device=index.device)
     totals, ends = counts[blocks], counts[blocks + 1]
-    slots = torch.zeros(index.numel(), dtype=torch.int64, device=index.device)
+    slots, tokens = torch.empty((2, index.numel()), dtype=torch.int64, device=index.device)
     places = torch.empty(index.shape, dtype=torch.int32, device=index.device)
     count(index, counts)
     scan(counts, totals)
-    place(index, counts, totals, ends, slots, places)
-    return Route(slots, places, ends, index.shape[-1])
+    place(index, counts, totals, ends, slots, tokens, places)
+    return Route(slots, tokens, places, ends)
 
 
-def _launched(slots: int, experts: int) -> tuple[Program, Program, Program]:
+def _launched(tokens: int, top_k: int, experts: int) -> tuple[Program, Program, Program]:
+    slots = tokens * top_k
     width = triton.next_power_of_2(experts)
     block = max(16, CELLS // width)
     blocks = triton.cdiv(slots, block)
@@ -97,5 +102,5 @@ def _launched(slots: int, experts: int) -> tuple[Program, Program, Program]:
     return (
         Program(count_kernel, Launch((blocks,), (slots, experts), constants, 8)),
         Program(scan_kernel, Launch((experts,), (blocks, experts), {"BLOCKS": 512}, 4)),
-        Program(place_kernel, Launch((blocks,), (slots, experts), constants, 8)),
+        Program(place_kernel, Launch((blocks,), (slots, experts, top_k), constants, 8)),
     )

@@ -18,7 +18,7 @@ from twinkle.kernel.ops.derived import layer
 from twinkle.kernel.ops.rms_norm.gated_reference import GatedRMSNormVariant, gated_rms_norm
 from twinkle.kernel.ops.rms_norm.reference import RMSNormVariant, rms_norm
 from twinkle.kernel.ops.torch_support import dtype_name, not_faster, transformed
-from twinkle.kernel.ops.worthwhile import too_few_for
+from twinkle.kernel.ops.worthwhile import slower_for
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def accepts_gated(site: Site) -> Reason | None:
 def load(target: Any, site: Site) -> type[nn.Module]:
     """The layer class of one variant."""
     variant: RMSNormVariant = site.variant
-    too_few = too_few_for("rms_norm", "torch")
+    slower = slower_for("rms_norm", "torch")
     weight_name, eps_name, offset = variant.weight, variant.eps, variant.offset
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -194,7 +194,7 @@ def load(target: Any, site: Site) -> type[nn.Module]:
     def accepts_call(self: Any, hidden_states: torch.Tensor) -> str | None:
         weight = getattr(self, weight_name) if weight_name else hidden_states
         unfit = _unfit(hidden_states, weight) or formulation_for(hidden_states).refuse(hidden_states)
-        return unfit or too_few(hidden_states)
+        return unfit or slower(hidden_states)
 
     return layer("TorchRMSNorm", forward, accepts_call)
 
@@ -202,7 +202,7 @@ def load(target: Any, site: Site) -> type[nn.Module]:
 def load_gated(target: Any, site: Site) -> type[nn.Module]:
     """The layer class of the gated norm."""
     variant: GatedRMSNormVariant = site.variant
-    too_few = too_few_for("gated_rms_norm", "torch")
+    slower = slower_for("gated_rms_norm", "torch")
     weight_name, eps_name = variant.weight, variant.eps
 
     def forward(self: Any, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
@@ -214,7 +214,7 @@ def load_gated(target: Any, site: Site) -> type[nn.Module]:
             return f"the gate's shape is {tuple(gate.shape)}, the input's {tuple(hidden_states.shape)}"
         weight = getattr(self, weight_name)
         unfit = _unfit(hidden_states, weight) or formulation_for(hidden_states).refuse(hidden_states)
-        return unfit or too_few(hidden_states)
+        return unfit or slower(hidden_states)
 
     return layer("TorchGatedRMSNorm", forward, accepts_call)
 

@@ -13,7 +13,7 @@ import torch
 
 from twinkle.kernel.ops.rotary.reference import Dialect, with_signature
 from twinkle.kernel.ops.torch_support import not_faster, transformed
-from twinkle.kernel.ops.worthwhile import too_few_for
+from twinkle.kernel.ops.worthwhile import slower_for
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def accepts(site: Site) -> Reason | None:
 def load(target: Any, site: Site) -> Callable[..., Any]:
     """A function with the original's signature."""
     dialect: Dialect = site.variant.dialect
-    too_few = too_few_for("rotary", "torch")
+    slower = slower_for("rotary", "torch")
 
     def kernel(tensors: tuple[torch.Tensor, ...], cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int) -> Any:
         tables = _tables(cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim), dialect)
@@ -40,7 +40,7 @@ def load(target: Any, site: Site) -> Callable[..., Any]:
 
     def refuse(tensors: tuple[torch.Tensor, ...], cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int) -> Any:
         why = "cos or sin needs a gradient" if cos.requires_grad or sin.requires_grad else transformed()
-        return [why or too_few(tensors[0])]  # with_signature hands on the first for a function of one tensor
+        return [why or slower(tensors[0])]  # with_signature hands on the first for a function of one tensor
 
     function = with_signature(site.variant, kernel, "torch_rotary")
     why = with_signature(site.variant, refuse, "torch_rotary_accepts")
