@@ -49,7 +49,7 @@ def mapping(family: str) -> dict[str, KernelChoice]:
     entries = {
         key: choice
         for key, choice in DEFAULT_KERNEL_CONFIG.items()
-        if f".{family}.modeling_" in key and choice.op not in ("moe_block", "gated_rms_norm")
+        if f".{family}.modeling_" in key and choice.op not in ("moe_router", "moe_block", "gated_rms_norm")
     }
     return with_backends(entries, "liger")
 
