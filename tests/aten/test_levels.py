@@ -211,7 +211,7 @@ def test_a_kernel_that_calls_itself_is_noticed(chip: Profile, monkeypatch: pytes
     from ops.clone.kernel import torch_level
 
     monkeypatch.setattr(torch_level, "clone_torch", lambda x, memory_format: x.clone())
-    monkeypatch.setattr("twinkle.aten.serving.triton_missing", lambda platform: "not asked for")
+    monkeypatch.setattr("twinkle.aten.availability.triton_missing", lambda platform: "not asked for")
     outcome = op_level.run(SPEC, chip)
     assert outcome.state == "failed"
     assert any("served by ['delegated']" in problem for problem in outcome.problems)

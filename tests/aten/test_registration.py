@@ -334,15 +334,6 @@ def test_detach_says_what_it_does_to_modules(chip: Profile, caplog: pytest.LogCa
     torch.nn.Parameter(x), torch.nn.Linear(2, 2, device=DEVICE), deepcopy(model)
 
 
-@pytest.mark.parametrize(
-    ("operators", "modes", "code"), [(["clone"], "native", "bad-argument"), ([3], None, "unknown-operator")]
-)
-def test_install_with_arguments_of_a_wrong_type(operators: Any, modes: Any, code: str, chip: Profile) -> None:
-    with pytest.raises(RegistrationError) as refused:
-        install(operators, platform=chip.platform, modes=modes)
-    assert refused.value.code == code and active() == []
-
-
 def test_install_is_all_or_nothing(clone: OperatorSpec, chip: Profile) -> None:
     with clone.register_a1(platform=chip.platform) as mine:
         with pytest.raises(RegistrationError, match="already"):

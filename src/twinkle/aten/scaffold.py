@@ -11,11 +11,8 @@ import torch
 
 from twinkle.aten.arguments import Arguments
 from twinkle.aten.errors import RegistrationError
+from twinkle.aten.shipped import shipped
 from twinkle.reasons import Reason, did_you_mean
-
-_HERE = Path(__file__).resolve().parent
-FOLDERS = (_HERE / "template", _HERE.parents[2] / "templates" / "operator")
-"""In an installed package, and in a checkout; the first that exists counts."""
 
 _SUFFIX = ".template"
 
@@ -125,7 +122,7 @@ def make(overload: torch._ops.OpOverload, folder: Path) -> Path:
     if package.exists():
         raise _error(name, "exists", f"{package} is there already", "remove it, or edit it")
     values = _values(name, overload)
-    templates = next(each for each in FOLDERS if each.is_dir())
+    templates = shipped("template")
     for file in sorted(templates.rglob(f"*{_SUFFIX}")):
         target = package / file.relative_to(templates).with_suffix("")
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from twinkle.aten.arguments import Arguments
+from twinkle.aten.availability import level_missing
 from twinkle.aten.harness.cases import cases
 from twinkle.aten.harness.compare import difference, exact, memory_of, shares_memory
 from twinkle.aten.harness.outcome import Outcome, started
 from twinkle.aten.harness.poison import PATTERNS, poisoned
 from twinkle.aten.profiles import Profile
-from twinkle.aten.serving import Serving, level_missing
+from twinkle.aten.serving import Serving
 from twinkle.aten.spec import OperatorSpec, Semantics
 
 

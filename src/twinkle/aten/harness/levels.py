@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from twinkle.aten.errors import RegistrationError
 from twinkle.aten.harness import framework_level, kernel_level, op_level
+from twinkle.aten.harness.listed import InputsError
 from twinkle.aten.harness.outcome import Outcome
 from twinkle.aten.home import spec_beside
 from twinkle.aten.profiles import Profile, profile
@@ -35,20 +37,39 @@ def level(name: str, module: str, file: str) -> Callable[[str | Profile], dict[s
         return LEVELS[name](spec, profile(on) if isinstance(on, str) else on).to_dict()
 
     if module == "__main__":
-        raise SystemExit(show([run(name) for name in sys.argv[1:] or ["cpu"]]))
+        raise SystemExit(_as_program(f"the {name} level", lambda chip: [run(chip)]))
     return run
 
 
-def example(module: str, file: str) -> Callable[[str], int]:
+def example(module: str, file: str) -> Callable[[str | Profile], int]:
     """For an operator's ``example.py``: its ``main(profile)``, which runs and shows all levels."""
 
-    def main(on: str) -> int:
+    def outcomes(chip: Profile) -> list[dict[str, Any]]:
         spec = spec_beside(module, Path(file).resolve().parent)
-        return show([run(spec, profile(on)).to_dict() for run in LEVELS.values()])
+        return [run(spec, chip).to_dict() for run in LEVELS.values()]
+
+    def main(on: str | Profile) -> int:
+        return show(outcomes(profile(on) if isinstance(on, str) else on))
 
     if module == "__main__":
-        raise SystemExit(main(*sys.argv[1:] or ["cpu"]))
+        raise SystemExit(_as_program("all levels", outcomes))
     return main
+
+
+def _as_program(what: str, outcomes: Callable[[Profile], list[dict[str, Any]]]) -> int:
+    """A file of an operator run by itself: what can't be used is one line and the exit code 2, as everywhere."""
+    parser = argparse.ArgumentParser(description=f"Runs {what} of an operator's checks.")
+    parser.add_argument("profiles", nargs="*", default=["cpu"], metavar="PROFILE", help="of a device; default: cpu")
+    names = parser.parse_args().profiles
+    try:
+        chips = [profile(name) for name in names]
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        found = [outcome for chip in chips for outcome in outcomes(chip)]
+    except (InputsError, RegistrationError) as error:
+        parser.error(str(error))
+    return show(found)
 
 
 def show(outcomes: Sequence[dict[str, Any]]) -> int:
