@@ -12,7 +12,6 @@ import sys
 import threading
 import weakref
 from copy import deepcopy
-from typing import Any
 
 import pytest
 import torch
