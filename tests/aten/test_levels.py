@@ -14,7 +14,7 @@ import torch
 from tests.aten.conftest import DEVICE, TRITON
 from twinkle.aten import Profile, catalog, profile
 from twinkle.aten.harness import framework_level, kernel_level, op_level
-from twinkle.aten.harness.compare import memory_of
+from twinkle.aten.harness.compare import memory_of, too_far
 from twinkle.aten.harness.levels import LEVELS
 from twinkle.aten.harness.outcome import started
 from twinkle.aten.harness.poison import PATTERNS, poisoned
@@ -216,6 +216,15 @@ def test_a_kernel_that_calls_itself_is_noticed(chip: Profile, monkeypatch: pytes
     assert outcome.state == "failed"
     assert any("served by ['delegated']" in problem for problem in outcome.problems)
     assert any("no call reached the kernel" in problem for problem in outcome.problems)
+
+
+def test_natives_bits_are_right_also_where_they_are_no_numbers() -> None:
+    """No two of which are equal. Complex numbers are judged by their bits."""
+    for dtype in (torch.float32, torch.float64, torch.complex64):
+        result = torch.tensor([1.0, torch.nan, torch.inf]).to(dtype)
+        exact = torch.tensor([1.0, torch.nan, torch.inf]).to(torch.complex128 if dtype.is_complex else torch.float64)
+        assert too_far(result, result.clone(), exact) is None
+        assert too_far(result + 1, result, exact) is not None
 
 
 def test_a_wrong_gradient_is_noticed(chip: Profile) -> None:
