@@ -16,7 +16,7 @@ from twinkle.aten import Profile, catalog, profile
 from twinkle.aten.harness import framework_level, kernel_level, op_level
 from twinkle.aten.harness.compare import memory_of, too_far
 from twinkle.aten.harness.levels import LEVELS
-from twinkle.aten.harness.outcome import started
+from twinkle.aten.harness.outcome import Outcome, started
 from twinkle.aten.harness.poison import PATTERNS, poisoned
 from twinkle.aten.spec import OperatorSpec, Semantics
 
@@ -147,6 +147,30 @@ def stale_output(kernel: Kernel, spec: OperatorSpec) -> Kernel:
     return faulty
 
 
+class Noticed(Exception):
+    pass
+
+
+def noticed(
+    level: Callable[[OperatorSpec, Profile], Outcome], spec: OperatorSpec, chip: Profile, what: str = ""
+) -> bool:
+    """Whether a level finds a problem of which something is said; what else it would find isn't waited for."""
+    right = Outcome.check
+
+    def check(outcome: Outcome, *checked: Any) -> None:
+        right(outcome, *checked)
+        if any(what in problem for problem in outcome.problems):
+            raise Noticed(outcome.state)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Outcome, "check", check)
+        try:
+            level(spec, chip)
+        except Noticed as end:
+            return str(end) == "failed"
+    return False
+
+
 @pytest.mark.parametrize("fault", [last_element_unwritten, wrong_stride, stale_output])
 def test_a_faulty_kernel_is_noticed(
     spec: OperatorSpec,
@@ -158,8 +182,7 @@ def test_a_faulty_kernel_is_noticed(
     path, _, name = spec.kernels[level].path.partition(":")
     module = importlib.import_module(f"{spec.home.package}.{path}")
     monkeypatch.setattr(module, name, fault(getattr(module, name), spec))
-    outcome = kernel_level.run(spec, chip)
-    assert outcome.state == "failed" and outcome.problems
+    assert noticed(kernel_level.run, spec, chip)
 
 
 def first_argument_written(kernel: Kernel) -> Kernel:
@@ -202,8 +225,12 @@ def test_what_is_wrong_beside_the_elements_is_noticed(
     monkeypatch.setattr(torch_level, "clone_torch", fault(torch_level.clone_torch))
     monkeypatch.setattr(triton_level, "clone_triton", fault(triton_level.clone_triton))  # it serves where it runs
     for level in (kernel_level, op_level):
-        outcome = level.run(SPEC, chip)
-        assert outcome.state == "failed" and any(problem in found for found in outcome.problems)
+        assert noticed(level.run, SPEC, chip, problem)
+
+
+def test_nothing_is_noticed_where_nothing_is_wrong(chip: Profile, clone: OperatorSpec) -> None:
+    few = dataclasses.replace(clone, kernels={"torch": clone.kernels["torch"]})
+    assert not noticed(kernel_level.run, few, chip)
 
 
 def test_a_kernel_that_calls_itself_is_noticed(chip: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
