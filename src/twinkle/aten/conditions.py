@@ -86,6 +86,11 @@ def floating(index: int, call: Call) -> Condition:
     )
 
 
+def beside(t: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A tensor of ones for a call with ``t``: of its shape and dtype where nothing else is said, on its device."""
+    return torch.ones(shape or t.shape, dtype=dtype or t.dtype, device=t.device)
+
+
 def another_device(device: torch.device) -> torch.device:
     """One beside it, for a call with tensors of two; NotImplementedError where there is none."""
     if device.type == "cpu":

@@ -59,7 +59,7 @@ def too_far(result: torch.Tensor, expected: torch.Tensor, truth: torch.Tensor) -
         close = torch.linalg.vector_norm(result.cpu() - expected.cpu()) <= 256 * _ULP * torch.linalg.vector_norm(truth)
         return None if bool(close) else "further from PyTorch's own than by roundings in fp64"
     used = allowed_error_used(result, expected, truth)
-    return None if used <= 1 else f"{used:.2g} times the error that is allowed beside PyTorch's own"
+    return None if used <= 1 else f"{used:.4g} times the error that is allowed beside PyTorch's own"
 
 
 def difference(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,11 +84,25 @@ def as_table(outcomes: Sequence[dict[str, Any]], width: int) -> Iterator[Block]:
     names = ("operator", "level", "device", "state", "checks")
     rows = [tuple(str(found[name]) for name in names) for found in outcomes]
     yield from table(names, rows, width, numbers=("checks",))
-    notes = [f"{found['operator']}: {problem}" for found in outcomes for problem in found["problems"]]
+    notes = [f"{found['operator']}: {problem}" for found in outcomes for problem in _by_kind(found["problems"])]
     notes += dict.fromkeys(found["not_run"] for found in outcomes if found["not_run"])
     if notes:
         yield EMPTY_LINE
         yield from (Block(paragraph(note, width, indent=2)) for note in notes)
+
+
+_CALL = re.compile(r"[\w.]+/[^/:]+/\w+/\d+(, [\w ]+)?")
+"""What checks call a case: operator, case, dtype, seed, and at the op level the context."""
+
+
+def _by_kind(problems: Sequence[str]) -> Iterator[str]:
+    """The first problem of each kind, and how many other calls have it: one mistake shows in all calls, mostly."""
+    kinds: dict[str, list[str]] = {}
+    for problem in problems:
+        kinds.setdefault(_CALL.sub("", problem), []).append(problem)
+    for found in kinds.values():
+        others = len(set(found)) - 1
+        yield found[0] if not others else f"{found[0]} (and of {others} other calls)"
 
 
 def exit_code(outcomes: Sequence[dict[str, Any]]) -> int:
