@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +16,11 @@ from tests.aten.conftest import DEVICE, TRITON
 from twinkle.aten import Profile, catalog, profile
 from twinkle.aten.harness import framework_level, kernel_level, op_level
 from twinkle.aten.harness.compare import memory_of, too_far
-from twinkle.aten.harness.levels import LEVELS
+from twinkle.aten.harness.levels import LEVELS, as_table
 from twinkle.aten.harness.outcome import Outcome, started
 from twinkle.aten.harness.poison import PATTERNS, poisoned
 from twinkle.aten.spec import OperatorSpec, Semantics
+from twinkle.layout import plain
 
 
 def test_the_kernel(spec: OperatorSpec, chip: Profile) -> None:
@@ -52,6 +54,43 @@ def test_a_model(random: bool, chip: Profile, environment: dict[str, str], monke
     assert outcome.problems == [] and outcome.state == "passed"
     assert outcome.facts["device"].startswith(DEVICE)
     assert all(outcome.facts[spec.name]["kernel"] > 0 for spec in specs)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="what is said is the same on every device")
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("model", "problem"),
+    [
+        ({"preset": "qwen33"}, "the process of the model .* failed: .*qwen33.*; model= is at silu/register.py:20"),
+        pytest.param(
+            {"hidden_act": "relu"},
+            "silu: the model never reached its kernel; model= is at silu/register.py:20",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_what_a_model_must_be_is_to_be_written_somewhere(
+    model: dict[str, Any],
+    problem: str,
+    chip: Profile,
+    environment: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", environment["PYTHONPATH"])
+    outcome = framework_level.run(dataclasses.replace(catalog.operator("silu"), model=model), chip)
+    assert outcome.state == "failed" and re.search(problem, outcome.problems[-1])
+
+
+def test_one_mistake_is_one_line() -> None:
+    """Which shows in every call, mostly; with other numbers."""
+    calls = [f"torch add/{case}/float32/{seed}" for case in ("a", "b c") for seed in (0, 1)]
+    problems = [f"{call}: {n}.5e-3 times the error; it is at add/kernel.py:12" for n, call in enumerate(calls)]
+    outcome = Outcome("add", "kernel", "cpu", 5, [*problems, "no call reached the kernel"])
+    text = plain(as_table([outcome.to_dict()], 200)).splitlines()
+    assert [line.strip() for line in text[3:]] == [
+        f"add: {problems[0]} (and of 3 other calls)",
+        "add: no call reached the kernel",
+    ]
 
 
 def test_operators_are_grouped_by_what_a_model_must_be() -> None:

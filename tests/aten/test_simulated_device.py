@@ -12,6 +12,10 @@ import torch
 from tests import simulated_device
 from tests.aten.conftest import DEVICE, INTERPRETED, ROOT, SIMULATED
 from twinkle import presets
+from twinkle.aten import Profile, catalog
+from twinkle.aten.harness.cases import cases
+from twinkle.aten.serving import Serving
+from twinkle.aten.spec import OperatorSpec, Semantics
 from twinkle.platforms import platform_of
 
 pytestmark = pytest.mark.skipif(not SIMULATED, reason="this process has no simulated device")
@@ -53,6 +57,28 @@ def test_a_model_computes_what_it_computes_on_the_cpu() -> None:
     assert torch.equal(loss, expected)
     assert gradients.keys() == expected_gradients.keys()
     torch.testing.assert_close(gradients, expected_gradients)
+
+
+def test_no_kernel_takes_tensors_of_two_devices(spec: OperatorSpec, chip: Profile) -> None:
+    """Whichever of an operator's tensors is the odd one. What reads no element takes any."""
+    for each in filter(None, (spec, spec.companion)):
+        if Semantics.METADATA in each.semantics:
+            continue
+        values = next(case.values(chip.device) for case in cases(each, seeds=1))
+        places = [place for place, value in enumerate(values) if isinstance(value, torch.Tensor)]
+        for place in places if len(places) > 1 else ():
+            mixed = [value.cpu() if i == place else value for i, value in enumerate(values)]
+            for level in each.kernels:
+                assert Serving(each, chip.found, level).refusal(mixed) is not None, (each, level, place)
+
+
+def test_indices_on_the_other_device_are_pytorchs(chip: Profile) -> None:
+    """Found by many random calls: the table on the CPU, so that only the derivative is called on the device."""
+    table = torch.randn(5, 3, requires_grad=True)
+    with catalog.operator("embedding").register_a1(platform=chip.platform) as registration:
+        torch.nn.functional.embedding(torch.tensor(4, device=DEVICE), table).sum().backward()
+    assert registration.derivative is not None and registration.derivative.counts.fallbacks == {"device": 1}
+    assert table.grad is not None and table.grad.tolist() == [[0.0] * 3] * 4 + [[1.0] * 3]
 
 
 @pytest.mark.multiprocess

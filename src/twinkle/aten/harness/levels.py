@@ -91,8 +91,8 @@ def as_table(outcomes: Sequence[dict[str, Any]], width: int) -> Iterator[Block]:
         yield from (Block(paragraph(note, width, indent=2)) for note in notes)
 
 
-_CALL = re.compile(r"[\w.]+/[^/:]+/\w+/\d+(, [\w ]+)?")
-"""What checks call a case: operator, case, dtype, seed, and at the op level the context."""
+_CALL = re.compile(r"[\w.]+/[^/:]+/\w+/\d+(, [\w ]+)?|(?<![\w.:])\d[\d.e+-]*")
+"""What differs in problems of one kind: the call as checks name it, from the operator to the context, and numbers."""
 
 
 def _by_kind(problems: Sequence[str]) -> Iterator[str]:

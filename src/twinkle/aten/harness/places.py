@@ -23,6 +23,17 @@ def of_function(spec: OperatorSpec, function: Callable[..., Any]) -> str:
     return str(spec.home.folder) if code is None else _place(spec, Path(code.co_filename), code.co_firstlineno)
 
 
+def of_declaration(spec: OperatorSpec, field: str) -> str:
+    """Where an operator declares something, or would: ``model is at clone/register.py:30``."""
+    file = spec.home.folder / "register.py"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    declared = [number for number, text in enumerate(lines, start=1) if text.strip().startswith(f"{field}=")]
+    if declared:
+        return f"{field}= is at {_place(spec, file, declared[0])}"
+    ends = [number for number, text in enumerate(lines, start=1) if text == ")"]
+    return f"{field}= is missing at {_place(spec, file, ends[0] if ends else 1)}"
+
+
 def _place(spec: OperatorSpec, file: Path, line: int) -> str:
     """From the operator's own folder on, since that is where its author is."""
     inside = file.is_relative_to(spec.home.folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from pathlib import Path
 from string import Template
@@ -76,7 +77,9 @@ def _values(name: str, overload: torch._ops.OpOverload) -> dict[str, str]:
         "one_line": schema,
         "schema": _schema(schema),
         "torch": "\nimport torch\n" if "torch." in conditions else "",
-        "helpers": ", ".join(["beside"] * ("beside(" in conditions) + ["floating", "tensor"]),
+        "helpers": ", ".join(
+            name for name in ("beside", "floating", "one_device", "tensor") if f"{name}(" in conditions
+        ),
         "signature": signature,
         "arguments": arguments,
         "overload": path,
@@ -119,6 +122,10 @@ def _conditions(overload: torch._ops.OpOverload, pattern: Pattern) -> list[str]:
     lines = [f'*tensor({given[name]}, "{name}", lambda t: {_call(overload, pattern, name)})' for name in names]
     numbers = next((name for name in names if name not in pattern.dtypes), names[0])
     lines.append(f"floating({given[numbers]}, lambda t: {_call(overload, pattern, numbers)})")
+    tensors = [name for name in tensors_of(overload, pattern.given) if name in given]
+    if len(tensors) > 1:
+        places = ", ".join(str(given[name]) for name in tensors)
+        lines.append(f"one_device(({places}), lambda t: {_call(overload, pattern, tensors[0])})")
     return [_wrapped(line) for line in lines]
 
 
@@ -130,7 +137,8 @@ def _wrapped(call: str) -> str:
     body = [f"            {arguments}"]
     if len(body[0]) > 120:
         leading, _, rest = arguments.partition("lambda")
-        body = [f"            {each.strip()}," for each in (*leading.rstrip(", ").split(", "), f"lambda{rest}")]
+        each_own = (*re.split(r", (?![^(]*\))", leading.rstrip(", ")), f"lambda{rest}")
+        body = [f"            {each}," for each in each_own]
     return "\n".join([f"        {function}(", *body, "        ),"])
 
 
