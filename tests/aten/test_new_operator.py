@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from twinkle.aten import Home, RegistrationError, catalog, scaffold
 from twinkle.aten.arguments import Arguments
 from twinkle.aten.harness.cases import benchmark_cases, cases
 from twinkle.aten.scaffold import calls
+from twinkle.aten.shipped import FOLDERS, shipped
 from twinkle.cli import app
 
 pytestmark = pytest.mark.skipif(INTERPRETED or DEVICE != "cpu", reason="files are the same on every device")
@@ -195,3 +197,11 @@ def test_an_operator_is_listed_once(tmp_path: Path) -> None:
         assert scaffold.add_entry_point("silu", project) == 'silu = "ops.silu.register:SPEC"'
     lines = 'clone = "x"\nsilu = "ops.silu.register:SPEC"\ntanh = "x"\n'
     assert project.read_text() == f'[project.entry-points."twinkle.aten_ops"]\n{lines}\n[tool]\nx = 1\n'
+
+
+def test_a_built_package_has_the_files_where_they_are_looked_for() -> None:
+    """Beside the code; a checkout has them elsewhere."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    assert {there: f"twinkle/aten/{name}" for name, there in FOLDERS.items()} == included
+    assert all(shipped(name) == ROOT / there for name, there in FOLDERS.items())
