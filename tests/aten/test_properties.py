@@ -320,3 +320,13 @@ def test_the_note_says_whose_kernel_raised(clone: OperatorSpec, chip: Profile) -
         "raised by aten::clone, by PyTorch's own kernel, since twinkle's doesn't take the call: empty"
     ]
     assert (registration.counts.errors, registration.counts.fallbacks) == (1, {"empty": 1})
+
+
+@pytest.mark.parametrize("number", [0.1, True, 2**53 + 1, 1 + 2j])
+def test_a_number_for_a_tensor_keeps_all_its_digits(chip: Profile, number: complex) -> None:
+    dtype = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}[type(number)]
+    with catalog.operator("copy_").register_a1(platform=chip.platform) as registration:
+        to = torch.zeros(2, dtype=dtype, device=chip.device)
+        torch.ops.aten.copy_.default(to, number, False)
+        assert registration.counts.fallbacks["number"] == 1
+    assert to.cpu().tolist() == [number, number]

@@ -340,13 +340,3 @@ def test_install_is_all_or_nothing(clone: OperatorSpec, chip: Profile) -> None:
         assert active() == [mine]
     with pytest.raises(RegistrationError, match="did you mean 'contiguous'"):
         install(["clone", "contigous"], platform=chip.platform)
-
-
-@pytest.mark.parametrize("number", [0.1, True, 2**53 + 1, 1 + 2j])
-def test_a_number_for_a_tensor_keeps_all_its_digits(chip: Profile, number: complex) -> None:
-    dtype = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}[type(number)]
-    with catalog.operator("copy_").register_a1(platform=chip.platform) as registration:
-        to = torch.zeros(2, dtype=dtype, device=chip.device)
-        torch.ops.aten.copy_.default(to, number, False)
-        assert registration.counts.fallbacks["number"] == 1
-    assert to.cpu().tolist() == [number, number]
