@@ -9,8 +9,9 @@ import logging
 from collections.abc import Iterator
 
 from benchmarks.program import arguments, device_option, finish, progress, start
-from twinkle.aten import catalog
-from twinkle.bench.aten import NATIVE, measure, size_for, wins
+from twinkle.aten import RegistrationError, catalog
+from twinkle.aten.harness.listed import InputsError
+from twinkle.bench.aten import NATIVE, check_cases, measure, size_for, wins
 from twinkle.bench.clocks import ceilings
 from twinkle.bench.results import Run, medians, significant
 from twinkle.layout import EMPTY_LINE, Block, paragraph, plain, table, width_of_terminal
@@ -50,7 +51,12 @@ def main(argv: list[str] | None = None) -> Run:
     settings = {"size": size, "rounds": rounds, "seconds": options.seconds}
     run = Run("aten", device, settings, ceilings(device, options.quick))
     logging.getLogger("twinkle.aten").setLevel(logging.ERROR)  # what a registration warns of ends with the sample
-    specs = [catalog.operator(name) for name in catalog.chosen(options.op or ())]
+    try:  # all before the first is timed: what was measured until then would be lost
+        specs = [catalog.operator(name) for name in catalog.chosen(options.op or ())]
+        for spec in specs:
+            check_cases(spec)
+    except (InputsError, RegistrationError) as error:
+        parser.error(str(error))
     for number, spec in enumerate(specs):
         progress(number, len(specs), spec.name)
         run.results += measure(spec, platform, **settings)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from twinkle.aten import RegistrationError, catalog, profile
-from twinkle.aten.harness.cases import InputsError
 from twinkle.aten.harness.golden import DATA, GoldenError, check
 from twinkle.aten.harness.levels import show
+from twinkle.aten.harness.listed import InputsError
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from twinkle.aten import RegistrationError, catalog
-from twinkle.aten.harness.cases import InputsError
 from twinkle.aten.harness.golden import DATA, GoldenError, generate, parts
+from twinkle.aten.harness.listed import InputsError
 
 
 def main(argv: list[str] | None = None) -> int:

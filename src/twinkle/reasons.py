@@ -62,17 +62,17 @@ class Counts:
         self.fallbacks[reason] += 1
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
+def nearest(name: object, known: Iterable[str]) -> str | None:
     """The known name most like ``name``, or None when nothing is close.
 
-    Case is ignored, since people misremember it.
+    Case is ignored, since people misremember it. What somebody gave for a name may be no text at all.
     """
     by_lower = {candidate.lower(): candidate for candidate in known}
-    close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[close[0]] if close else None
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: object, known: Iterable[str]) -> str:
     """``"; did you mean 'x'?"`` or an empty string, to end an error message with."""
     close = nearest(name, known)
     return f"; did you mean {close!r}?" if close else ""

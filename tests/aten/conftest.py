@@ -20,8 +20,8 @@ import torch
 
 from tests import simulated_device
 from twinkle.aten import Profile, catalog, profile
+from twinkle.aten.availability import triton_missing
 from twinkle.aten.registration import active
-from twinkle.aten.serving import triton_missing
 from twinkle.aten.spec import OperatorSpec
 
 PROFILE = os.environ.get("TWINKLE_TEST_DEVICE", "cpu")

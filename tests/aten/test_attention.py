@@ -134,3 +134,12 @@ def test_a_mask_that_is_looked_up_gets_its_gradient(chip: Profile) -> None:
     with install([NAME], platform=chip.platform):
         ours = gradient()
     assert ours.shape == (2, 1, 7) and torch.allclose(ours, native, rtol=1e-4, atol=1e-6)
+
+
+def test_a_query_whose_heads_share_memory(chip: Profile) -> None:
+    """PyTorch's own kernel on the CPU (2.13) lays its result out as such a query, and writes beside it."""
+    query = torch.arange(20.0, device=DEVICE).as_strided((1, 2, 1, 3), (6, 1, 6, 1))
+    key = torch.tensor([86.0, 48.0, 37.0], device=DEVICE).view(1, 1, 1, 3).repeat(1, 2, 1, 1)
+    with install([NAME], platform=chip.platform) as installed:
+        assert torch.equal(attention(query, key, key), key), "there is one key, whose value is the result"
+        assert served(installed) == {"kernel": 1}

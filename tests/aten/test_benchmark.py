@@ -162,7 +162,9 @@ def test_who_wins_by_more_than_the_noise() -> None:
         return Result(case, who, "64", "float32", {"p20": p20, "p50": (p20 + p80) / 2, "p80": p80}, samples=3)
 
     assert wins([row(NATIVE, 2, 3), row("triton", 1, 1.9)]) == ["aten/clone/small float32"]
+    assert wins([row(NATIVE, 2, 3), row("cambricon", 1, 1.9)]) == ["aten/clone/small float32"], "a platform's kernel"
     assert wins([row(NATIVE, 2, 3), row("triton", 1, 2.1)]) == []
+    assert wins([row(NATIVE, 2, 3), row(PEER, 1, 1)]) == [], "it isn't ours"
     assert wins([row(NATIVE, 2, 3), row("triton, direct", 1, 1)]) == [], "it isn't what users get"
     assert wins([row(NATIVE, 2, 3), Result("aten/clone/small", "torch", "64", "float32", note="refused")]) == []
 

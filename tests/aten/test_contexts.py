@@ -309,3 +309,25 @@ if __name__ == "__main__":
     every = [name for name in USES if catalog.operator(name).caution is None]
     expected = {("fork", False): every, ("spawn", False): [], ("spawn", True): every}
     assert [json.loads(line) for line in done.stdout.splitlines()] == [expected[method] for method in METHODS]
+
+
+def test_meta_tensors_are_left_alone(clone: OperatorSpec, chip: Profile) -> None:
+    """They have no data, and no kernel of ours is asked; where natively something raises, it raises."""
+    on = {device: torch.ones(4, 3, device=device) for device in (DEVICE, "meta")}
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("clone", lambda: on["meta"].t().clone()),
+        ("contiguous", lambda: on["meta"].t().contiguous()),
+        ("dropout", lambda: torch.nn.functional.dropout(on["meta"], 0.5)),
+        ("copy_", lambda: on["meta"].clone().copy_(on[DEVICE])),
+        ("copy_", lambda: on[DEVICE].copy_(on["meta"])),
+        ("empty_strided", lambda: torch.empty_strided((4, 3), (1, 4), device="meta")),
+    ]
+    for name, call in calls:
+        native = or_error(call)
+        with catalog.operator(name).register_a1(platform=chip.platform) as registration:
+            ours = or_error(call)
+        assert registration.counts.kernel == 0 and registration.counts.errors == 0
+        if isinstance(native, type):
+            assert ours is native
+        else:
+            assert (ours.device, ours.shape, ours.stride()) == (native.device, native.shape, native.stride())

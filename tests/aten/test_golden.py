@@ -49,6 +49,8 @@ def data(tmp_path: Path) -> Path:
 def test_every_operators_data_are_what_its_index_says_and_its_kernels_are_right(
     spec: OperatorSpec, chip: Profile, tmp_path: Path
 ) -> None:
+    if INTERPRETED and spec.name != "clone":
+        pytest.skip("the calls are those of the kernel level, where each operator's Triton kernel is interpreted")
     for part in golden.parts(spec):
         files = golden.generate(part, tmp_path)
         assert files == len(golden.read_index(part)) == len(list((tmp_path / part.name).iterdir())) > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +15,12 @@ import torch
 from tests.aten.conftest import DEVICE, TRITON
 from twinkle.aten import Profile, catalog, profile
 from twinkle.aten.harness import framework_level, kernel_level, op_level
-from twinkle.aten.harness.compare import memory_of
-from twinkle.aten.harness.levels import LEVELS
-from twinkle.aten.harness.outcome import started
+from twinkle.aten.harness.compare import memory_of, too_far
+from twinkle.aten.harness.levels import LEVELS, as_table
+from twinkle.aten.harness.outcome import Outcome, started
 from twinkle.aten.harness.poison import PATTERNS, poisoned
 from twinkle.aten.spec import OperatorSpec, Semantics
+from twinkle.layout import plain
 
 
 def test_the_kernel(spec: OperatorSpec, chip: Profile) -> None:
@@ -52,6 +54,43 @@ def test_a_model(random: bool, chip: Profile, environment: dict[str, str], monke
     assert outcome.problems == [] and outcome.state == "passed"
     assert outcome.facts["device"].startswith(DEVICE)
     assert all(outcome.facts[spec.name]["kernel"] > 0 for spec in specs)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="what is said is the same on every device")
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("model", "problem"),
+    [
+        ({"preset": "qwen33"}, "the process of the model .* failed: .*qwen33.*; model= is at silu/register.py:20"),
+        pytest.param(
+            {"hidden_act": "relu"},
+            "silu: the model never reached its kernel; model= is at silu/register.py:20",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_what_a_model_must_be_is_to_be_written_somewhere(
+    model: dict[str, Any],
+    problem: str,
+    chip: Profile,
+    environment: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", environment["PYTHONPATH"])
+    outcome = framework_level.run(dataclasses.replace(catalog.operator("silu"), model=model), chip)
+    assert outcome.state == "failed" and re.search(problem, outcome.problems[-1])
+
+
+def test_one_mistake_is_one_line() -> None:
+    """Which shows in every call, mostly; with other numbers."""
+    calls = [f"torch add/{case}/float32/{seed}" for case in ("a", "b c") for seed in (0, 1)]
+    problems = [f"{call}: {n}.5e-3 times the error; it is at add/kernel.py:12" for n, call in enumerate(calls)]
+    outcome = Outcome("add", "kernel", "cpu", 5, [*problems, "no call reached the kernel"])
+    text = plain(as_table([outcome.to_dict()], 200)).splitlines()
+    assert [line.strip() for line in text[3:]] == [
+        f"add: {problems[0]} (and of 3 other calls)",
+        "add: no call reached the kernel",
+    ]
 
 
 def test_operators_are_grouped_by_what_a_model_must_be() -> None:
@@ -147,6 +186,30 @@ def stale_output(kernel: Kernel, spec: OperatorSpec) -> Kernel:
     return faulty
 
 
+class Noticed(Exception):
+    pass
+
+
+def noticed(
+    level: Callable[[OperatorSpec, Profile], Outcome], spec: OperatorSpec, chip: Profile, what: str = ""
+) -> bool:
+    """Whether a level finds a problem of which something is said; what else it would find isn't waited for."""
+    right = Outcome.check
+
+    def check(outcome: Outcome, *checked: Any) -> None:
+        right(outcome, *checked)
+        if any(what in problem for problem in outcome.problems):
+            raise Noticed(outcome.state)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Outcome, "check", check)
+        try:
+            level(spec, chip)
+        except Noticed as end:
+            return str(end) == "failed"
+    return False
+
+
 @pytest.mark.parametrize("fault", [last_element_unwritten, wrong_stride, stale_output])
 def test_a_faulty_kernel_is_noticed(
     spec: OperatorSpec,
@@ -158,8 +221,7 @@ def test_a_faulty_kernel_is_noticed(
     path, _, name = spec.kernels[level].path.partition(":")
     module = importlib.import_module(f"{spec.home.package}.{path}")
     monkeypatch.setattr(module, name, fault(getattr(module, name), spec))
-    outcome = kernel_level.run(spec, chip)
-    assert outcome.state == "failed" and outcome.problems
+    assert noticed(kernel_level.run, spec, chip)
 
 
 def first_argument_written(kernel: Kernel) -> Kernel:
@@ -202,8 +264,12 @@ def test_what_is_wrong_beside_the_elements_is_noticed(
     monkeypatch.setattr(torch_level, "clone_torch", fault(torch_level.clone_torch))
     monkeypatch.setattr(triton_level, "clone_triton", fault(triton_level.clone_triton))  # it serves where it runs
     for level in (kernel_level, op_level):
-        outcome = level.run(SPEC, chip)
-        assert outcome.state == "failed" and any(problem in found for found in outcome.problems)
+        assert noticed(level.run, SPEC, chip, problem)
+
+
+def test_nothing_is_noticed_where_nothing_is_wrong(chip: Profile, clone: OperatorSpec) -> None:
+    few = dataclasses.replace(clone, kernels={"torch": clone.kernels["torch"]})
+    assert not noticed(kernel_level.run, few, chip)
 
 
 def test_a_kernel_that_calls_itself_is_noticed(chip: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,11 +277,20 @@ def test_a_kernel_that_calls_itself_is_noticed(chip: Profile, monkeypatch: pytes
     from ops.clone.kernel import torch_level
 
     monkeypatch.setattr(torch_level, "clone_torch", lambda x, memory_format: x.clone())
-    monkeypatch.setattr("twinkle.aten.serving.triton_missing", lambda platform: "not asked for")
+    monkeypatch.setattr("twinkle.aten.availability.triton_missing", lambda platform: "not asked for")
     outcome = op_level.run(SPEC, chip)
     assert outcome.state == "failed"
     assert any("served by ['delegated']" in problem for problem in outcome.problems)
     assert any("no call reached the kernel" in problem for problem in outcome.problems)
+
+
+def test_natives_bits_are_right_also_where_they_are_no_numbers() -> None:
+    """No two of which are equal. Complex numbers are judged by their bits."""
+    for dtype in (torch.float32, torch.float64, torch.complex64):
+        result = torch.tensor([1.0, torch.nan, torch.inf]).to(dtype)
+        exact = torch.tensor([1.0, torch.nan, torch.inf]).to(torch.complex128 if dtype.is_complex else torch.float64)
+        assert too_far(result, result.clone(), exact) is None
+        assert too_far(result + 1, result, exact) is not None
 
 
 def test_a_wrong_gradient_is_noticed(chip: Profile) -> None:

@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,17 @@ import torch
 from typer.testing import CliRunner
 
 from tests.aten.conftest import DEVICE, INTERPRETED, ROOT
-from twinkle.aten import RegistrationError, scaffold
+from twinkle.aten import Home, RegistrationError, catalog, scaffold
+from twinkle.aten.arguments import Arguments
+from twinkle.aten.harness.cases import benchmark_cases, cases
+from twinkle.aten.scaffold import calls
+from twinkle.aten.shipped import FOLDERS, shipped
 from twinkle.cli import app
 
 pytestmark = pytest.mark.skipif(INTERPRETED or DEVICE != "cpu", reason="files are the same on every device")
 
 MEAN = "mean.dim(Tensor self, int[1]? dim, bool keepdim=False, *, ScalarType? dtype=None) -> Tensor"
+WHERE = "where.self(Tensor condition, Tensor self, Tensor other) -> Tensor"
 ADD = "add.Tensor(Tensor self, Tensor other, *, Scalar alpha=1) -> Tensor"
 
 
@@ -34,12 +41,14 @@ def check(package: Path, level: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", ["mish", "relu"])
+@pytest.mark.parametrize("name", ["addmm", "clamp", "relu"])
 def test_it_passes_its_checks_from_the_first_minute(name: str, tmp_path: Path) -> None:
-    """Of ``relu`` PyTorch has a kernel for sparse tensors, which calls it again on their values."""
+    """Of shapes that fit together; with an argument that may be left out, but not with all others; and of ``relu``
+    PyTorch has a kernel for sparse tensors, which calls it again on their values."""
     (tmp_path / "ops").mkdir()
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    made = new(name, "--schema", f"{name}(Tensor self) -> Tensor", "--folder", str(tmp_path / "ops"))
+    schema = str(getattr(torch.ops.aten, name).default._schema)
+    made = new(name, "--schema", schema, "--folder", str(tmp_path / "ops"))
     assert made.exit_code == 0, made.output
     assert f"python {tmp_path / 'ops' / name / 'example.py'} cpu" in made.stdout
     assert f'{name} = "ops.{name}.register:SPEC"' in (tmp_path / "pyproject.toml").read_text()
@@ -55,19 +64,25 @@ def test_what_is_wrong_is_said_by_name(tmp_path: Path) -> None:
     package = scaffold.make(scaffold.overload_of("add", ADD), tmp_path)
     done = check(package, "op")
     assert done.returncode == 1
-    assert (
-        "add: add/contiguous/float32/0, no_grad: served by ['delegated'], should be one of [['kernel']]" in done.stdout
-    )
+    first, *others = [line.strip() for line in done.stdout.splitlines()[3:]]
+    assert first.startswith("add: add/contiguous/float32/0, with gradients: served by ['delegated'], should be one of")
+    text = " ".join((first, *others))
+    assert "the kernel, which calls the operator itself, is at add/kernel/torch_level.py:12 (and of 79 other" in text
+    assert len(others) <= 4, "one line for each kind of problem"
     kernel = package / "kernel" / "torch_level.py"
     kernel.write_text(kernel.read_text().replace("return decomposition", "return 1.001 * decomposition"))
     done = check(package, "kernel")
-    assert done.returncode == 1 and "add: torch add/gaps/float32/1: " in done.stdout
+    assert done.returncode == 1 and "add: torch add/contiguous/float32/0: " in done.stdout
+    assert "; the kernel is at add/kernel/torch_level.py:12" in " ".join(done.stdout.split())
     kernel.write_text(kernel.read_text().replace("return 1.001", "return missing"))
     done = check(package, "kernel")
     assert done.returncode == 1 and "the kernel raised NameError: name 'missing' is not defined" in done.stdout
 
 
-@pytest.mark.parametrize(("name", "schema"), [("gelu", None), ("add", ADD), ("mean", MEAN), ("layer_norm", None)])
+@pytest.mark.parametrize(
+    ("name", "schema"),
+    [("gelu", None), ("add", ADD), ("mean", MEAN), ("layer_norm", None), ("baddbmm", None), ("where", WHERE)],
+)
 def test_it_is_as_the_linter_wants_it(name: str, schema: str | None, tmp_path: Path) -> None:
     pytest.importorskip("ruff")
     scaffold.make(scaffold.overload_of(name, schema), tmp_path / "ops")
@@ -77,6 +92,64 @@ def test_it_is_as_the_linter_wants_it(name: str, schema: str | None, tmp_path: P
             [sys.executable, "-m", "ruff", *command, *options], capture_output=True, text=True, cwd=ROOT
         )
         assert done.returncode == 0, done.stdout
+
+
+SHAPES: dict[str, tuple[dict[str, str], dict[str, str], tuple[str, ...]]] = {
+    "relu.default": ({}, {}, ()),
+    "add.Tensor": ({}, {}, ()),
+    "layer_norm.default": ({}, {}, ()),
+    "clamp.default": ({}, {}, ("min",)),
+    "where.self": ({}, {"condition": "bool"}, ()),
+    "gather.default": ({}, {"index": "int64"}, ()),
+    "mm.default": ({"self": "ab", "mat2": "bc"}, {}, ()),
+    "addmm.default": ({"self": "ab", "mat1": "ac", "mat2": "cb"}, {}, ()),
+    "bmm.default": ({"self": "nab", "mat2": "nbc"}, {}, ()),
+    "mv.default": ({"self": "ab", "vec": "b"}, {}, ()),
+    "dot.default": ({"self": "a", "tensor": "a"}, {}, ()),
+    "nll_loss.default": ({"self": "ab", "target": "a"}, {"target": "int64"}, ()),
+}
+"""Which sizes are equal, which tensors hold no floating-point numbers, and what else must be given."""
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_what_fits_together_is_found(name: str, tmp_path: Path) -> None:
+    """Every call in the lists that are made of it is one that PyTorch takes."""
+    operator, _, which = name.partition(".")
+    overload = getattr(getattr(torch.ops.aten, operator), which)
+    found = calls.pattern_of(overload)
+    assert (found.shapes, found.dtypes, found.given, found.refusal) == (*SHAPES[name], None)
+    package = scaffold.make(overload, tmp_path)
+    spec = replace(
+        catalog.operator("clone"), schema=str(overload._schema).removeprefix("aten::"), home=Home("ops.clone", package)
+    )
+    listed = [*cases(spec, seeds=1), *benchmark_cases(spec, "quick")]
+    assert len({case.name for case in listed}) > 10
+    assert all(isinstance(Arguments(overload).call(overload, case.values()), torch.Tensor) for case in listed)
+
+
+def test_cases_that_pytorch_refuses_are_told_of(tmp_path: Path) -> None:
+    gather = scaffold.make(torch.ops.aten.gather.default, tmp_path) / "goldendata" / "inputs_spec.yaml"
+    assert "  # No scalar, which PyTorch doesn't take: IndexError: Dimension out of range" in gather.read_text()
+    product = scaffold.make(torch.ops.aten.mm.default, tmp_path) / "goldendata" / "inputs_spec.yaml"
+    assert "  # No scalar: its tensors have other numbers of dimensions." in product.read_text()
+
+
+def test_where_no_call_is_found_the_line_to_write_is_named(tmp_path: Path) -> None:
+    """``upsample_nearest2d`` wants four dimensions, and a size to come to."""
+    package = scaffold.make(torch.ops.aten.upsample_nearest2d.default, tmp_path)
+    text = (package / "goldendata" / "inputs_spec.yaml").read_text()
+    assert "  # Write calls that the operator takes: no shapes were found with which it does. It said\n  # " in text
+    assert text.count("???") == 2, "the size, in each case"
+    (package / "goldendata" / "inputs_spec.yaml").write_text(text.replace("???", "[6, 8]"))
+    done = check(package, "kernel")
+    line = text.splitlines().index("  - name: contiguous") + 1
+    assert done.returncode == 1, done.stderr
+    assert f"the call is at upsample_nearest2d/goldendata/inputs_spec.yaml:{line}" in " ".join(done.stdout.split())
+
+
+def test_a_view_is_no_new_tensor() -> None:
+    with pytest.raises(RegistrationError, match="^t: it makes no new tensor, or several"):
+        scaffold.overload_of("t", None)
 
 
 def test_silu_is_what_came_of_it(tmp_path: Path) -> None:
@@ -124,3 +197,11 @@ def test_an_operator_is_listed_once(tmp_path: Path) -> None:
         assert scaffold.add_entry_point("silu", project) == 'silu = "ops.silu.register:SPEC"'
     lines = 'clone = "x"\nsilu = "ops.silu.register:SPEC"\ntanh = "x"\n'
     assert project.read_text() == f'[project.entry-points."twinkle.aten_ops"]\n{lines}\n[tool]\nx = 1\n'
+
+
+def test_a_built_package_has_the_files_where_they_are_looked_for() -> None:
+    """Beside the code; a checkout has them elsewhere."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    assert {there: f"twinkle/aten/{name}" for name, there in FOLDERS.items()} == included
+    assert all(shipped(name) == ROOT / there for name, there in FOLDERS.items())

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.aten.conftest import ROOT
+from tests.aten.conftest import DEVICE, ROOT
 from twinkle.aten import Profile, profile, profiles
 from twinkle.aten import profiles as function
+from twinkle.aten.harness import kernel_level
 from twinkle.aten.keys import platform_here, platforms_meant
 from twinkle.aten.spec import OperatorSpec
 from twinkle.platforms import PLATFORMS
@@ -58,7 +59,7 @@ GOOD = {"name": "chip", "platform": "cpu", "dispatch_key": "CPU", "device": "cpu
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"platfrom": "cpu"}, "unknown field 'platfrom'; did you mean 'platform'"),
+        ({"platfrom": "cpu"}, "unknown field 'platfrom'; known: .*did you mean 'platform'"),
         ({"platform": "cpx"}, "unknown platform 'cpx'"),
         ({"dispatch_key": "CUDA"}, "dispatch_key 'CUDA' is not cpu's: AutogradCPU or CPU"),
         ({"device": "npu:0"}, "device 'npu:0' is not of cpu's type cpu"),
@@ -68,7 +69,12 @@ GOOD = {"name": "chip", "platform": "cpu", "dispatch_key": "CPU", "device": "cpu
         ({"platform": ["cpu"]}, "platform is a word, not .'cpu'."),
         ({"modes": "native"}, "modes is a mapping of operators to modes, not 'native'"),
         ({5: "cpu"}, "unknown field 5"),
-        ({"device": None}, "missing 1 required keyword-only argument: 'device'"),
+        ({"device": None}, "the field 'device' is missing: a word"),
+        ({"modes": {"clon": "auto"}}, "modes names 'clon', which is no operator; known: .*did you mean 'clone'"),
+        ({"modes": {3: "auto"}}, "modes names 3, which is no operator"),
+        ({"modes": {"clone": "natve"}}, "mode 'natve' of clone is none of auto, triton, native; did you mean 'native'"),
+        ({"modes": {"clone": ["auto"]}}, "mode .'auto'. of clone is none of"),
+        ({"device": "cpu:99"}, "device 'cpu:99' is never there: all cores together are the device 'cpu'"),
     ],
 )
 def test_a_wrong_profile_names_its_file(
@@ -80,7 +86,7 @@ def test_a_wrong_profile_names_its_file(
 
     content = {key: value for key, value in {**GOOD, **change}.items() if value is not None}
     (tmp_path / "chip.yaml").write_text(yaml.safe_dump(content))
-    monkeypatch.setattr(sys.modules[function.__module__], "FOLDERS", (tmp_path,))
+    monkeypatch.setattr(sys.modules[function.__module__], "shipped", lambda name: tmp_path)
     with pytest.raises(ValueError, match=f"chip.yaml: .*{message}"):
         profiles()
 
@@ -105,9 +111,29 @@ def test_a_file_that_is_no_mapping(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     import sys
 
     (tmp_path / "chip.yaml").write_text("- cpu\n")
-    monkeypatch.setattr(sys.modules[function.__module__], "FOLDERS", (tmp_path,))
-    with pytest.raises(ValueError, match="chip.yaml: a device profile is a mapping of aliases, device"):
+    monkeypatch.setattr(sys.modules[function.__module__], "shipped", lambda name: tmp_path)
+    with pytest.raises(ValueError, match="chip.yaml: a device profile is a mapping of name, platform, .*not .'cpu'"):
         profiles()
+
+
+def test_the_fields_of_a_file_are_those_of_a_profile() -> None:
+    import sys
+
+    assert list(sys.modules[function.__module__]._FIELDS) == [field.name for field in dataclasses.fields(Profile)]
+
+
+def test_modes_of_operators_that_are_not_there_are_an_error_in_programs_too() -> None:
+    with pytest.raises(ValueError, match="modes names 'sdpa', which is no operator"):
+        dataclasses.replace(profile("cpu"), modes={"sdpa": "native"})
+
+
+def test_a_device_beyond_those_that_are_there_is_not_run(chip: Profile, clone: OperatorSpec) -> None:
+    """What no file can say: how many there are. No level may run on another one instead."""
+    if DEVICE == "cpu":
+        pytest.skip("there is one CPU, which a profile knows")
+    beyond = dataclasses.replace(chip, device=f"{DEVICE}:99")
+    outcome = kernel_level.run(clone, beyond)
+    assert outcome.state == "not run" and f"device {DEVICE}:99 is not among the " in str(outcome.not_run)
 
 
 # --- profiles of the user's own ---------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.aten.conftest import DEVICE, INTERPRETED
+from tests.aten.conftest import DEVICE, INTERPRETED, SIMULATED
 from tests.aten.layouts import DTYPES, Layout, filled, layouts
 from twinkle.aten import Profile, catalog
 from twinkle.aten.arguments import Arguments
@@ -24,6 +24,7 @@ from twinkle.aten.harness.cases import cases
 from twinkle.aten.harness.observe import Call, differences
 from twinkle.aten.registration import active
 from twinkle.aten.spec import OperatorSpec, Semantics
+from twinkle.aten.strided import is_dense
 
 EXAMPLES = int(os.environ.get("TWINKLE_TEST_EXAMPLES", "40" if INTERPRETED else "150"))
 
@@ -91,36 +92,6 @@ def copies(draw: Any) -> list[Any]:
     return [to, draw(tensors(tuple(shape))), draw(st.booleans())]
 
 
-def test_meta_tensors_are_left_alone(clone: OperatorSpec, chip: Profile) -> None:
-    """They have no data, and no kernel of ours is asked; where natively something raises, it raises."""
-    on = {device: torch.ones(4, 3, device=device) for device in (DEVICE, "meta")}
-    calls: list[tuple[str, Callable[[], Any]]] = [
-        ("clone", lambda: on["meta"].t().clone()),
-        ("contiguous", lambda: on["meta"].t().contiguous()),
-        ("dropout", lambda: torch.nn.functional.dropout(on["meta"], 0.5)),
-        ("copy_", lambda: on["meta"].clone().copy_(on[DEVICE])),
-        ("copy_", lambda: on[DEVICE].copy_(on["meta"])),
-        ("empty_strided", lambda: torch.empty_strided((4, 3), (1, 4), device="meta")),
-    ]
-    for name, call in calls:
-        native = or_error(call)
-        with catalog.operator(name).register_a1(platform=chip.platform) as registration:
-            ours = or_error(call)
-        assert registration.counts.kernel == 0 and registration.counts.errors == 0
-        if isinstance(native, type):
-            assert ours is native
-        else:
-            assert (ours.device, ours.shape, ours.stride()) == (native.device, native.shape, native.stride())
-
-
-def or_error(work: Callable[[], Any]) -> Any:
-    """A result, or the exception's type."""
-    try:
-        return work()
-    except Exception as error:
-        return type(error)
-
-
 @st.composite
 def lookups(draw: Any) -> list[Any]:
     """Mostly right ones; sometimes indices out of range, or a table or indices of another kind."""
@@ -142,6 +113,8 @@ def attentions(draw: Any) -> list[Any]:
     shapes = [(batch, many, queries, width), (batch, heads, keys, width), (batch, heads, keys, draw(st.integers(1, 3)))]
     dtype = draw(st.sampled_from((torch.float32, torch.bfloat16, torch.float64)))
     made = [dataclasses.replace(draw(tensors(shape)), lazy="") for shape in shapes]
+    # PyTorch's CPU kernel gives its result the order of the query's strides, and writes beside it where two are equal.
+    made[0] = dataclasses.replace(made[0], layout=draw(layouts(shapes[0])))
     if draw(st.integers(0, 4)):
         made = [dataclasses.replace(tensor, dtype=dtype, device=made[0].device) for tensor in made]
     mask = None
@@ -164,6 +137,14 @@ def lone_elements() -> st.SearchStrategy[list[Any]]:
     return few.flatmap(tensors).map(lambda drawn: [drawn])
 
 
+def copied_as_it_is(drawn: Tensor) -> bool:
+    """PyTorch's fallback to the CPU, which the simulated device has, makes a tensor with gaps contiguous before its own
+    dropout sees it. A dimension of one element then has another stride than without that copy."""
+    shape, strides, _ = drawn.layout
+    return not SIMULATED or 1 not in shape or is_dense(shape, strides)
+
+
+SHARES = (0.0, 0.3, 0.5, 1.0, 1.5, -0.1)
 ARGUMENTS: dict[str, st.SearchStrategy[list[Any]]] = {
     "_local_scalar_dense": lone_elements(),
     "clone": st.tuples(tensors(), st.sampled_from(FORMATS)).map(list),
@@ -171,7 +152,7 @@ ARGUMENTS: dict[str, st.SearchStrategy[list[Any]]] = {
     "copy_": copies(),
     "detach": tensors().map(lambda drawn: [drawn]),
     "detach_": tensors(written=True).map(lambda drawn: [drawn]),
-    "dropout": st.tuples(tensors(), st.sampled_from([0.0, 0.3, 0.5, 1.0, 1.5, -0.1]), st.booleans()).map(list),
+    "dropout": st.tuples(tensors().filter(copied_as_it_is), st.sampled_from(SHARES), st.booleans()).map(list),
     "embedding": lookups(),
     "empty": st.tuples(numbers, options, st.sampled_from(FORMATS)).map(
         lambda drawn: [drawn[0], *drawn[1], torch.device(DEVICE), None, drawn[2]]
@@ -345,3 +326,13 @@ def test_the_note_says_whose_kernel_raised(clone: OperatorSpec, chip: Profile) -
         "raised by aten::clone, by PyTorch's own kernel, since twinkle's doesn't take the call: empty"
     ]
     assert (registration.counts.errors, registration.counts.fallbacks) == (1, {"empty": 1})
+
+
+@pytest.mark.parametrize("number", [0.1, True, 2**53 + 1, 1 + 2j])
+def test_a_number_for_a_tensor_keeps_all_its_digits(chip: Profile, number: complex) -> None:
+    dtype = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}[type(number)]
+    with catalog.operator("copy_").register_a1(platform=chip.platform) as registration:
+        to = torch.zeros(2, dtype=dtype, device=chip.device)
+        torch.ops.aten.copy_.default(to, number, False)
+        assert registration.counts.fallbacks["number"] == 1
+    assert to.cpu().tolist() == [number, number]

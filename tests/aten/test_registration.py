@@ -12,7 +12,6 @@ import sys
 import threading
 import weakref
 from copy import deepcopy
-from typing import Any
 
 import pytest
 import torch
@@ -334,15 +333,6 @@ def test_detach_says_what_it_does_to_modules(chip: Profile, caplog: pytest.LogCa
     torch.nn.Parameter(x), torch.nn.Linear(2, 2, device=DEVICE), deepcopy(model)
 
 
-@pytest.mark.parametrize(
-    ("operators", "modes", "code"), [(["clone"], "native", "bad-argument"), ([3], None, "unknown-operator")]
-)
-def test_install_with_arguments_of_a_wrong_type(operators: Any, modes: Any, code: str, chip: Profile) -> None:
-    with pytest.raises(RegistrationError) as refused:
-        install(operators, platform=chip.platform, modes=modes)
-    assert refused.value.code == code and active() == []
-
-
 def test_install_is_all_or_nothing(clone: OperatorSpec, chip: Profile) -> None:
     with clone.register_a1(platform=chip.platform) as mine:
         with pytest.raises(RegistrationError, match="already"):
@@ -350,13 +340,3 @@ def test_install_is_all_or_nothing(clone: OperatorSpec, chip: Profile) -> None:
         assert active() == [mine]
     with pytest.raises(RegistrationError, match="did you mean 'contiguous'"):
         install(["clone", "contigous"], platform=chip.platform)
-
-
-@pytest.mark.parametrize("number", [0.1, True, 2**53 + 1, 1 + 2j])
-def test_a_number_for_a_tensor_keeps_all_its_digits(chip: Profile, number: complex) -> None:
-    dtype = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}[type(number)]
-    with catalog.operator("copy_").register_a1(platform=chip.platform) as registration:
-        to = torch.zeros(2, dtype=dtype, device=chip.device)
-        torch.ops.aten.copy_.default(to, number, False)
-        assert registration.counts.fallbacks["number"] == 1
-    assert to.cpu().tolist() == [number, number]

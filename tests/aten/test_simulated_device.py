@@ -12,7 +12,10 @@ import torch
 from tests import simulated_device
 from tests.aten.conftest import DEVICE, INTERPRETED, ROOT, SIMULATED
 from twinkle import presets
-from twinkle.aten import catalog
+from twinkle.aten import Profile, catalog
+from twinkle.aten.harness.cases import cases
+from twinkle.aten.serving import Serving
+from twinkle.aten.spec import OperatorSpec, Semantics
 from twinkle.platforms import platform_of
 
 pytestmark = pytest.mark.skipif(not SIMULATED, reason="this process has no simulated device")
@@ -56,13 +59,40 @@ def test_a_model_computes_what_it_computes_on_the_cpu() -> None:
     torch.testing.assert_close(gradients, expected_gradients)
 
 
+def test_no_kernel_takes_tensors_of_two_devices(spec: OperatorSpec, chip: Profile) -> None:
+    """Whichever of an operator's tensors is the odd one. What reads no element takes any."""
+    for each in filter(None, (spec, spec.companion)):
+        if Semantics.METADATA in each.semantics:
+            continue
+        values = next(case.values(chip.device) for case in cases(each, seeds=1))
+        places = [place for place, value in enumerate(values) if isinstance(value, torch.Tensor)]
+        for place in places if len(places) > 1 else ():
+            mixed = [value.cpu() if i == place else value for i, value in enumerate(values)]
+            for level in each.kernels:
+                assert Serving(each, chip.found, level).refusal(mixed) is not None, (each, level, place)
+
+
+def test_indices_on_the_other_device_are_pytorchs(chip: Profile) -> None:
+    """Found by many random calls: the table on the CPU, so that only the derivative is called on the device."""
+    table = torch.randn(5, 3, requires_grad=True)
+    with catalog.operator("embedding").register_a1(platform=chip.platform) as registration:
+        torch.nn.functional.embedding(torch.tensor(4, device=DEVICE), table).sum().backward()
+    assert registration.derivative is not None and registration.derivative.counts.fallbacks == {"device": 1}
+    assert table.grad is not None and table.grad.tolist() == [[0.0] * 3] * 4 + [[1.0] * 3]
+
+
 @pytest.mark.multiprocess
 @pytest.mark.skipif(DEVICE != "npu" or INTERPRETED, reason="the program asks for an Ascend NPU")
 def test_the_packaging_program_on_an_ascend_npu(environment: dict[str, str], tmp_path: Path) -> None:
-    """Every way in through execution, and all operators at once in a model, as on the chip."""
-    command = [sys.executable, ROOT / "ops" / "test_packaging.py", "--npu-e2e"]
+    """Both ways in through execution, and all operators at once in a model, as on the chip.
+
+    By one operator of each kind: an allocation, one with a derivative of PyTorch's own, a composite one, one whose
+    derivative has a kernel too, one that is never registered. How they are imported doesn't depend on the device.
+    """
+    kinds = ["empty_strided", "clone", "contiguous", "embedding", "empty"]
+    command = [sys.executable, ROOT / "ops" / "test_packaging.py", "--npu-e2e", *kinds]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     *_, together, cells = done.stdout.splitlines()
     assert together.startswith("all at once in a model: passed")
-    assert cells == f"{6 * len(catalog.names())} cells, all passed"
+    assert cells == f"{6 * len(kinds)} cells, all passed"

@@ -3,7 +3,7 @@
 import torch
 
 from twinkle.aten import Condition, Home, Kernel, OperatorSpec, Semantics
-from twinkle.aten.conditions import tensor
+from twinkle.aten.conditions import one_device, tensor
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -34,6 +34,7 @@ SPEC = OperatorSpec(
                 torch.ones(2, 4, dtype=torch.complex64, device=device), torch.tensor([1, 0], device=device)
             ),
         ),
+        one_device((0, 1), lambda t: _call(t, torch.tensor([1, 0, 1], device=t.device))),
         Condition(
             "indices",
             "indices are int64 or int32, and grad_output has a row for each",

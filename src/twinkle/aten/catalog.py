@@ -64,6 +64,8 @@ def operator(name: str) -> OperatorSpec:
     module, _, attribute = entries[0].value.partition(":")
     try:
         spec = getattr(importlib.import_module(module), attribute)
+    except RegistrationError:  # the package was found, and its author told
+        raise
     except Exception as error:  # whatever a package raises that isn't the one that was meant
         raise RegistrationError(name, _why(module, error)) from error
     if not isinstance(spec, OperatorSpec):

@@ -86,11 +86,36 @@ def floating(index: int, call: Call) -> Condition:
     )
 
 
+def beside(t: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A tensor of ones for a call with ``t``: of its shape and dtype where nothing else is said, on its device."""
+    return torch.ones(shape or t.shape, dtype=dtype or t.dtype, device=t.device)
+
+
 def another_device(device: torch.device) -> torch.device:
     """One beside it, for a call with tensors of two; NotImplementedError where there is none."""
     if device.type == "cpu":
         raise NotImplementedError("the CPU is the only device that is always there")
     return torch.device("cpu")
+
+
+def one_device(places: Sequence[int], call: Call) -> Condition:
+    """That the tensors among some arguments, of which the first is always given, are on one device.
+
+    Args:
+        places: their positions in the schema.
+        call: makes a call with a given tensor as the first of them, and others on its device.
+    """
+
+    def holds(*values: Any) -> bool:
+        device = values[places[0]].device
+        return all(values[place] is None or values[place].device == device for place in places[1:])
+
+    def beyond(device: torch.device) -> tuple[Any, ...]:
+        values = list(call(torch.ones(3, 4, device=device)))
+        values[places[1]] = values[places[1]].to(another_device(device))
+        return tuple(values)
+
+    return Condition("device", "all its tensors are on one device", holds, beyond)
 
 
 def _same_or_cast(to: Any, source: Any, *_: Any) -> bool:

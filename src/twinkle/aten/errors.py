@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from twinkle.reasons import Reason
 
 
@@ -16,6 +18,10 @@ class NotRegistrableError(NotImplementedError):
 
     def __init__(self, operator: str, why: str) -> None:
         super().__init__(f"{operator} is not registered, by design: {why}")
+        self._made_of = operator, why
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._made_of  # a worker's exception reaches its parent
 
 
 class RegistrationError(RuntimeError):
@@ -24,9 +30,14 @@ class RegistrationError(RuntimeError):
     Attributes:
         code: a stable word for programs: ``unknown-platform``, ``unknown-key``, ``refused-key``, ``foreign-key``,
             ``ambiguous-key``, ``no-device``, ``already-registered``, ``schema``, ``unknown-operator``, ``foreign-ops``,
-            ``unknown-mode``, ``no-triton``, ``bad-argument``.
+            ``unknown-mode``, ``no-triton``, ``bad-argument``, ``bad-inputs``, ``bad-spec``, ``no-package``, ``kind``,
+            ``exists``.
     """
 
     def __init__(self, operator: str, reason: Reason) -> None:
         super().__init__(f"{operator}: {reason}")
         self.code = reason.code
+        self._made_of = operator, reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._made_of

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from twinkle.aten.errors import RegistrationError
+from twinkle.reasons import Reason, did_you_mean
+
 _MADE_UP = "_script_mode_"
 
 
@@ -47,9 +50,27 @@ class Home:
         return cls(package, folder)
 
     def load(self, path: str) -> Any:
-        """``"kernel.triton_level:clone_triton"``: that attribute of that file of this folder, imported when needed."""
+        """``"kernel.triton_level:clone_triton"``: that attribute of that file of this folder, imported when needed.
+
+        Raises:
+            RegistrationError: there is no such file, or nothing of the name in it. What importing it raises is raised.
+        """
         module, _, attribute = path.partition(":")
-        return getattr(importlib.import_module(f"{self.package}.{module}"), attribute)
+        name = f"{self.package}.{module}"
+        try:
+            found = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise  # something that the file imports
+            file = self.folder.joinpath(*module.split(".")).with_suffix(".py")
+            others = [each.stem for each in file.parent.glob("*.py")]
+            raise self._error(f"{path!r}: there is no file {file}{did_you_mean(file.stem, others)}") from None
+        if not hasattr(found, attribute):
+            raise self._error(f"{path!r}: no {attribute} in {found.__file__}{did_you_mean(attribute, vars(found))}")
+        return getattr(found, attribute)
+
+    def _error(self, text: str) -> RegistrationError:
+        return RegistrationError(self.folder.name, Reason("bad-spec", text))
 
 
 def spec_beside(module: str, folder: Path) -> Any:

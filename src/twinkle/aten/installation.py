@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from twinkle.aten import catalog
 from twinkle.aten.errors import RegistrationError
+from twinkle.aten.handle import Handle
 from twinkle.aten.keys import DEFAULT_KEY, platform_here, platforms_meant
 from twinkle.aten.profiles import Profile
 from twinkle.aten.registration import Registration, register
@@ -15,7 +16,7 @@ from twinkle.platforms import Platform
 from twinkle.reasons import Reason, did_you_mean
 
 
-class Installation:
+class Installation(Handle):
     """Registrations that are taken back together.
 
     Attributes:
@@ -32,19 +33,13 @@ class Installation:
         for registration in reversed(self.registrations.values()):
             registration.close()
 
-    def __enter__(self) -> Installation:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         left_out = f"; left out: {', '.join(self.left_out)}" if self.left_out else ""
         return f"<Installation of {', '.join(self.registrations) or 'nothing'}{left_out}>"
 
 
 def install(
-    operators: Sequence[str] | str = "all", *, platform: str | Profile, modes: Mapping[str, str] | None = None
+    operators: Collection[str] | str = "all", *, platform: str | Profile, modes: Mapping[str, str] | None = None
 ) -> Installation:
     """Registers operators on a platform: all or nothing.
 
@@ -60,18 +55,14 @@ def install(
             ``"auto"``.
 
     Raises:
-        RegistrationError: an unknown mode, a mode for an operator that isn't installed, or one of them can't be
-            registered; those before it were taken back.
+        RegistrationError: an unknown mode, a mode for an operator that isn't installed, one whose list of timed calls
+            can't be used, or one that can't be registered; those before it were taken back.
         NotRegistrableError: one of them isn't registered by design; likewise.
     """
     if not (modes is None or isinstance(modes, Mapping)):
         text = f"modes is a mapping of operators to modes, not {modes!r}"
         raise RegistrationError("install", Reason("bad-argument", text))
-    if operators in ("all", "auto"):
-        every = [catalog.operator(name) for name in catalog.chosen()]
-        specs = [spec for spec in every if spec.by_design is spec.caution is None]
-    else:
-        specs = [catalog.operator(name) for name in ([operators] if isinstance(operators, str) else operators)]
+    specs = _meant(operators)
     chosen = dict(modes or {})
     if isinstance(platform, Profile):
         name, key = platform.platform, platform.dispatch_key
@@ -99,15 +90,30 @@ def install(
     return done
 
 
+def _meant(operators: Any) -> list[OperatorSpec]:
+    if operators in ("all", "auto"):
+        every = [catalog.operator(name) for name in catalog.chosen()]
+        return [spec for spec in every if spec.by_design is spec.caution is None]
+    listed = [operators] if isinstance(operators, str) else operators
+    if not isinstance(listed, Collection) or isinstance(listed, Mapping) or not all(isinstance(n, str) for n in listed):
+        text = f"operators are a list of names, 'all' or 'auto', not {operators!r}"
+        raise RegistrationError("install", Reason("bad-argument", text))
+    return [catalog.operator(name) for name in listed]
+
+
 def _why_not(spec: OperatorSpec, platform: Platform) -> Reason | None:
     """None when an operator's kernel wins somewhere on this machine."""
     import torch
+
+    from twinkle.aten.harness.listed import InputsError
 
     try:
         from twinkle.bench.aten import measure, size_for, wins
 
         size = size_for(torch.device(platform.device_type))
         rows = list(measure(spec, platform, size=size, rounds=10, seconds=0.5, peer=False))
+    except InputsError as error:
+        raise RegistrationError(spec.name, Reason("bad-inputs", str(error))) from None
     except ModuleNotFoundError as error:
         if error.name != "yaml":
             raise

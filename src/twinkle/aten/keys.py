@@ -33,7 +33,7 @@ def platforms_meant(operator: str, dispatch_key: str, platform: str | None) -> l
     Raises:
         RegistrationError: unknown name or key, or a key that belongs to another platform or to none.
     """
-    for what, value in (("key", dispatch_key), ("platform's name", platform or "")):
+    for what, value in (("key", dispatch_key), ("platform's name", "" if platform is None else platform)):
         if not isinstance(value, str):
             raise _error(operator, "bad-argument", f"a {what} is a string, not {value!r}")
     if platform is not None:

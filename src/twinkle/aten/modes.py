@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from twinkle.aten.availability import triton_missing
 from twinkle.aten.errors import RegistrationError
 from twinkle.aten.profiles import MODES
-from twinkle.aten.serving import Serving, triton_missing
+from twinkle.aten.serving import Serving
 from twinkle.aten.spec import OperatorSpec
 from twinkle.platforms import Platform
 from twinkle.reasons import Reason, did_you_mean

@@ -6,27 +6,35 @@ explains every line, and in the folders that the environment variable ``TWINKLE_
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from twinkle.aten import catalog
+from twinkle.aten.fields import MAPPING, WORD, WORDS, Field, check
+from twinkle.aten.shipped import shipped
 from twinkle.platforms import Platform, get_platform
-from twinkle.reasons import did_you_mean
+from twinkle.reasons import Reason, did_you_mean
 
 MODES = ("auto", "triton", "native")
 """Who serves an operator's calls."""
-
-_HERE = Path(__file__).resolve().parent
-FOLDERS = (_HERE / "devices", _HERE.parents[2] / "configs" / "devices")
-"""In an installed package, and in a checkout; the first that exists counts."""
 
 VARIABLE = "TWINKLE_PROFILES"
 """Folders with profiles of the user's own, divided as ``PATH`` is."""
 
 _TEMPLATE = "template.yaml"
+
+_FIELDS = {
+    "name": WORD,
+    "platform": WORD,
+    "dispatch_key": WORD,
+    "device": WORD,
+    "aliases": WORDS.or_none(),
+    "modes": Field("a mapping of operators to modes", MAPPING.fits).or_none(),
+}
+"""Of a file, as :class:`Profile` has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,19 +62,40 @@ class Profile:
         accepted = (platform.autograd_key, platform.dispatch_key)
         if self.dispatch_key not in accepted:
             raise ValueError(f"dispatch_key {self.dispatch_key!r} is not {platform.name}'s: {' or '.join(accepted)}")
+        known = catalog.names()
         for operator, mode in self.modes.items():
+            if operator not in known:  # its calls would be served as if nothing had been said
+                text = f"modes names {operator!r}, which is no operator; known: {', '.join(known)}"
+                raise ValueError(f"{text}{did_you_mean(operator, known)}")
             if mode not in MODES:
-                raise ValueError(f"mode {mode!r} of {operator} is none of {', '.join(MODES)}")
+                raise ValueError(
+                    f"mode {mode!r} of {operator} is none of {', '.join(MODES)}{did_you_mean(mode, MODES)}"
+                )
         kind, colon, number = self.device.partition(":")
         if colon and not number.isdecimal():
             raise ValueError(f"device {self.device!r} has {number!r} where its number should be")
         if kind != platform.device_type:
             raise ValueError(f"device {self.device!r} is not of {platform.name}'s type {platform.device_type}")
+        if kind == "cpu" and int(number or 0):
+            raise ValueError(f"device {self.device!r} is never there: all cores together are the device 'cpu'")
 
     @property
     def found(self) -> Platform:
         """The platform itself."""
         return get_platform(self.platform)
+
+    def missing(self) -> Reason | None:
+        """None when this machine has the device, else the reason: no such platform, or fewer of its devices."""
+        import torch
+
+        missing = self.found.missing()
+        if missing is not None:
+            return missing
+        kind, _, number = self.device.partition(":")
+        there = torch.get_device_module(kind).device_count()
+        if int(number or 0) < there:
+            return None
+        return Reason("no-device", f"device {self.device} is not among the {there} of the type {kind}")
 
 
 def profiles() -> dict[str, Profile]:
@@ -117,49 +146,24 @@ def _folders() -> list[Path]:
     for folder in own:
         if not folder.is_dir():
             raise ValueError(f"{VARIABLE} names {folder}, which is no folder")
-    return [next(folder for folder in FOLDERS if folder.is_dir()), *own]
+    return [shipped("devices"), *own]
 
 
 def _read(file: Path) -> Profile:
     import yaml
 
-    fields = {field.name for field in dataclasses.fields(Profile)}
     try:
         found: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{file} can't be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is no YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{file}: a device profile is a mapping of {', '.join(sorted(fields))}")
-    strange = sorted(set(found) - fields, key=str)
-    if strange:
-        raise ValueError(f"{file}: unknown field {strange[0]!r}{did_you_mean(str(strange[0]), fields)}")
     try:
-        _check_words(found)
-        optional = {"aliases": _aliases(found.get("aliases")), "modes": _modes(found.get("modes"))}
+        check(found, _FIELDS, "a device profile")
+        optional = {"aliases": tuple(found.get("aliases") or ()), "modes": found.get("modes") or {}}
         made = Profile(**{**found, **optional})
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
     if made.name != file.stem:
         raise ValueError(f"{file}: the name {made.name!r} is not the file's")
     return made
-
-
-def _aliases(found: Any) -> tuple[str, ...]:
-    if not (found is None or (isinstance(found, list) and all(isinstance(alias, str) for alias in found))):
-        raise ValueError(f"aliases is a list of names, not {found!r}")
-    return tuple(found or ())
-
-
-def _modes(found: Any) -> dict[str, str]:
-    if not (found is None or isinstance(found, dict)):
-        raise ValueError(f"modes is a mapping of operators to modes, not {found!r}")
-    return found or {}
-
-
-def _check_words(found: dict[str, Any]) -> None:
-    for each in dataclasses.fields(Profile):
-        value = found.get(each.name, "")
-        if each.type == "str" and not isinstance(value, str):
-            raise ValueError(f"{each.name} is a word, not {value!r}")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from twinkle.aten.errors import NotRegistrableError, RegistrationError
+from twinkle.aten.handle import Handle
 from twinkle.aten.keys import effective_keys, platform_here, platforms_meant
 from twinkle.aten.modes import serving_in_mode
 from twinkle.aten.router import Traffic, make_router
@@ -36,7 +37,7 @@ _retired: deque[tuple[float, list[Any]]] = deque()
 dispatched to it and waits for the interpreter lock to enter it; a handle keeps it."""
 
 
-class Registration:
+class Registration(Handle):
     """An operator's kernel, live in this process until :meth:`close`.
 
     Attributes:
@@ -140,12 +141,6 @@ class Registration:
             self._forget_resolutions()
             while _retired[0][0] < now - _GRACE_SECONDS:
                 _retired.popleft()
-
-    def __enter__(self) -> Registration:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self.level} kernel at {', '.join(self.keys)}"

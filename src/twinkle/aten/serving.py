@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -11,35 +10,9 @@ import torch
 from torch.autograd.graph import increment_version
 
 from twinkle.aten.arguments import Arguments
+from twinkle.aten.availability import level_missing
 from twinkle.aten.spec import Kernel, OperatorSpec, Pullback, Semantics
-from twinkle.platforms import Platform, platform_of
-from twinkle.reasons import Reason
-
-
-def triton_missing(platform: Platform) -> Reason | None:
-    """None where Triton runs programs on a platform's tensors: by a backend of its own, or interpreted."""
-    if importlib.util.find_spec("triton") is None:
-        return Reason("no-package", "the package triton is not installed")
-    try:
-        import triton
-
-        if triton.knobs.runtime.interpret:
-            return None
-        target = triton.runtime.driver.active.get_current_target().backend
-    except Exception as error:
-        return Reason.of_error(error, "no-backend", "asking triton for its backend")
-    if target != platform.triton_backend:
-        return Reason("no-backend", f"Triton's backend here is {target}, which is not {platform.name}'s")
-    return None
-
-
-def level_missing(level: str, platform: Platform) -> Reason | None:
-    """None where a kernel of that level runs on a platform: see ``OperatorSpec.kernels``."""
-    if level == "triton":
-        return triton_missing(platform)
-    if level in ("torch", platform.name):
-        return None
-    return Reason("other-platform", f"it is {level}'s kernel, and this is {platform.name}")
+from twinkle.platforms import Platform
 
 
 class Serving:
@@ -134,32 +107,6 @@ class _Differentiable(torch.autograd.Function):
         arguments = [other if tensor is None else tensor for tensor, other in zip(saved, others, strict=True)]
         grads = ctx.pullback(grad, *arguments)
         return (None, *grads, *[None] * (ctx.count - len(grads)))
-
-
-# --- without a registration -------------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=256)
-def _serving_on(spec: OperatorSpec, device_type: str) -> Serving | None:
-    platform = platform_of(device_type)
-    return None if platform is None else Serving(spec, platform)
-
-
-def call(spec: OperatorSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operator by its own kernel where that takes the call, else by PyTorch."""
-    served = _serving_on(spec, _device_type(args, kwargs))
-    if served is not None:
-        values = served.arguments.bind(args, kwargs)
-        if interference(at_autograd=True) is None and served.refusal(values) is served.ungradable(values) is None:
-            return served.run_with_gradient(values)
-    return spec.native(*args, **kwargs)
-
-
-def _device_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
-            return value.device.type
-    return torch.device(kwargs.get("device") or torch.get_default_device()).type
 
 
 def interference(at_autograd: bool) -> str | None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from twinkle.aten.errors import RegistrationError
 from twinkle.aten.home import Home
 from twinkle.aten.keys import DEFAULT_KEY
-from twinkle.reasons import Reason
+from twinkle.platforms import PLATFORMS
+from twinkle.reasons import Reason, did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +90,9 @@ The latter is made of differentiable operators, so that gradients of gradients e
 """
 
 
+_PATH = re.compile(r"[\w.]+:\w+")
+
+
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class OperatorSpec:
     """One ATen operator of the library.
@@ -117,6 +122,9 @@ class OperatorSpec:
             such an operator is not one of ``install("all")``.
         model: what the model of the framework level must be for it to call the operator: ``preset``, ``dtype``, and
             settings of its configuration.
+
+    Raises:
+        RegistrationError: no operator could be made of that; the message says what to write.
     """
 
     schema: str
@@ -136,9 +144,30 @@ class OperatorSpec:
     model: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for problem in self._problems():
+            raise RegistrationError(self.name, Reason("bad-spec", f"its OperatorSpec can't be used: {problem}"))
+
+    def _problems(self) -> Iterator[str]:
+        """What an author may get wrong; the first is enough."""
+        if not re.fullmatch(r"\w+(\.\w+)?\(.*\) -> .+", self.schema):
+            yield f"the schema {self.schema!r} is not as PyTorch prints it, without aten::"
+        if "torch" not in self.kernels:
+            yield f"no kernel 'torch', which serves where none of the others does: {', '.join(self.kernels) or 'none'}"
+        levels = ("torch", "triton", *PLATFORMS)
+        for level, kernel in self.kernels.items():
+            if level not in levels:
+                close = did_you_mean(level, levels)
+                yield f"no machine would run the kernel {level!r}; known: {', '.join(levels)}{close}"
+            for path in filter(None, (kernel.path, kernel.with_pullback)):
+                if not _PATH.fullmatch(path):
+                    yield f"{path!r} is not the path of a function: 'kernel.torch_level:{self.name}_torch'"
+        for path in filter(None, (self.reference, self.pullback, self.derivative, self.judge)):
+            if not _PATH.fullmatch(path):
+                yield f"{path!r} is not a path: 'reference:{self.name}_reference'"
         if self.gradient is None and self.pullback is None and not self.semantics & WITHOUT_GRADIENT:
             lacking = [level for level, kernel in self.kernels.items() if kernel.with_pullback is None]
-            assert not lacking, f"{self.name} has no gradient for {', '.join(lacking)}"
+            if lacking:
+                yield f"no gradient for its kernels {', '.join(lacking)}: gradient=, pullback= or their with_pullback="
 
     def __repr__(self) -> str:
         return f"<OperatorSpec {self.name}>"
@@ -208,6 +237,6 @@ class OperatorSpec:
 
         Calls that the kernel doesn't take go to PyTorch's own operator.
         """
-        from twinkle.aten.serving import call
+        from twinkle.aten.direct import call
 
         return call(self, args, kwargs)

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from twinkle.aten.harness.cases import Case, benchmark_cases, benchmark_file
+from twinkle.aten.harness.cases import Case, benchmark_cases
 from twinkle.aten.harness.compare import difference, exact, shares_memory
+from twinkle.aten.harness.listed import benchmark_file
 from twinkle.aten.serving import Serving
 from twinkle.aten.spec import OperatorSpec, Semantics
 from twinkle.bench.clocks import Call, clock_for, host_clock_for, interleaved
@@ -27,6 +28,7 @@ from twinkle.reasons import Reason
 
 NATIVE = "native"
 PEER = "flag_gems"
+DIRECT = ", direct"
 
 
 def size_for(device: torch.device) -> str:
@@ -47,12 +49,11 @@ def measure(
         peer: whether FlagGems takes part.
 
     Raises:
+        InputsError: its list of calls can't be used.
         RegistrationError: the operator can't be registered here.
     """
-    why_not = (
-        f"there is no {benchmark_file(spec).name}" if spec.by_design is None else "it is not registered, by design"
-    )
-    if spec.by_design is not None or not benchmark_file(spec).exists():
+    why_not = _never_timed(spec)
+    if why_not is not None:
         yield Result(f"aten/{spec.name}", EVERYBODY, "-", "-", note=why_not)
         return
     cases = zip(benchmark_cases(spec, size), benchmark_cases(spec, "quick"), strict=True)
@@ -64,10 +65,23 @@ def measure(
             yield Result(f"aten/{case.name}", EVERYBODY, "-", dtype, note="the device's memory is too small for it")
 
 
+def check_cases(spec: OperatorSpec) -> None:
+    """Raises the errors of :func:`measure` that are known before anything is timed."""
+    if _never_timed(spec) is None:
+        list(benchmark_cases(spec, "quick"))
+
+
+def _never_timed(spec: OperatorSpec) -> str | None:
+    if spec.by_design is not None:
+        return "it is not registered, by design"
+    return None if benchmark_file(spec).exists() else f"there is no {benchmark_file(spec).name}"
+
+
 def wins(rows: list[Result]) -> list[str]:
     """The cases in which our kernel, registered, is faster than native by more than the noise: p80 against p20."""
     native = {(r.case, r.dtype): r.ms["p20"] for r in rows if r.ms and r.who == NATIVE}
-    ours = [r for r in rows if r.ms and r.who in ("triton", "torch")]
+    # Ours has the name of what it is written in, which may be a platform's.
+    ours = [r for r in rows if r.ms and r.who not in (NATIVE, PEER) and not r.who.endswith(DIRECT)]
     return [f"{r.case} {r.dtype}" for r in ours if r.ms and r.ms["p80"] < native[r.case, r.dtype]]
 
 
@@ -98,7 +112,7 @@ class _Timed:
             yield self._row(level, note=problem)
         else:
             direct = self._operator(self.values, self.serving.function)
-            calls |= {level: call, f"{level}, direct": direct}
+            calls |= {level: call, f"{level}{DIRECT}": direct}
         limits: dict[str, Any] = {"rounds": rounds, "seconds": seconds / (1 if self.device.type == "cpu" else 2)}
         yield from self._timed(calls, {level: self._registered}, limits)
         if peer:

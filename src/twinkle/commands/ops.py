@@ -39,6 +39,7 @@ def operator_facts() -> dict[str, Any]:
         try:
             spec = catalog.operator(name)
             overload = spec.overload
+            levels = {p.name: Serving(spec, p).level for p in PLATFORMS.values() if missing[p.name] is None}
         except RegistrationError as error:
             operators[name] = {"schema": None, "error": str(error), "by_design": None, "platforms": {}}
             continue
@@ -49,7 +50,7 @@ def operator_facts() -> dict[str, Any]:
             "platforms": {
                 platform.name: {
                     "keys": list(effective_keys(overload, platform)),
-                    "level": Serving(spec, platform).level if missing[platform.name] is None else None,
+                    "level": levels.get(platform.name),
                 }
                 for platform in PLATFORMS.values()
             },
@@ -89,11 +90,13 @@ def run(names: Sequence[str], *, level: str, device: str, report: bool, as_json:
         1 when a check failed, 3 when nothing could be run, else 0.
 
     Raises:
-        CommandError: an unknown operator, level or device profile, an unusable list of inputs, or a package is missing.
+        CommandError: an unknown operator, level or device profile, an unusable list of inputs or declaration of an
+            operator, or a package is missing.
     """
     specs, chip, chosen = _chosen(names, level, device)
-    from twinkle.aten.harness.cases import InputsError
+    from twinkle.aten import RegistrationError
     from twinkle.aten.harness.levels import as_table, exit_code
+    from twinkle.aten.harness.listed import InputsError
 
     outcomes = []
     with progress(as_json) as bar:
@@ -103,7 +106,7 @@ def run(names: Sequence[str], *, level: str, device: str, report: bool, as_json:
                 bar.update(task, description=f"{spec.name}: {name} level")
                 try:
                     outcomes.append(check(spec, chip).to_dict())
-                except InputsError as error:
+                except (InputsError, RegistrationError) as error:
                     raise CommandError(str(error)) from error
                 bar.advance(task)
     if report:

@@ -18,24 +18,15 @@ asked for.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from twinkle.aten.arguments import Arguments
 from twinkle.aten.harness.fills import FILLS
+from twinkle.aten.harness.listed import NAMED, listed_inputs, listed_timed
 from twinkle.aten.spec import OperatorSpec
-from twinkle.reasons import did_you_mean
-
-
-class InputsError(ValueError):
-    """A file that lists an operator's inputs can't be used; the message says which, and where."""
-
-
-TORCH_NAMES = (torch.memory_format, torch.dtype, torch.layout)
 
 
 @dataclass(frozen=True)
@@ -77,12 +68,11 @@ class Case:
 
     def _value(self, name: str, described: Any, device: torch.device | str) -> Any:
         if isinstance(described, dict):
-            with _naming(f"{self.name}/{name}"):
-                return _tensor(f"{self.name}/{name}", self.dtype, device, **described)
+            return _tensor(f"{self.name}/{name}", self.dtype, device, **described)
         if described == "{dtype}":
             return self.dtype
         named = getattr(torch, described, None) if isinstance(described, str) else None
-        return named if isinstance(named, TORCH_NAMES) else described
+        return named if isinstance(named, tuple(NAMED.values())) else described
 
 
 def cases(spec: OperatorSpec, seeds: int | None = None) -> Iterator[Case]:
@@ -94,24 +84,15 @@ def cases(spec: OperatorSpec, seeds: int | None = None) -> Iterator[Case]:
     Raises:
         InputsError: the file is another operator's, has no cases, or one that can't be understood.
     """
-    file = spec.home.folder / "goldendata" / "inputs_spec.yaml"
-    listed = _listed(spec, file)
-    found = []
-    for number, case in enumerate(listed["cases"], start=1):
-        with _naming(f"{file}, case {number}"):
-            described = _in_order(spec, case["arguments"])
-            for dtype in case.get("dtypes", listed.get("dtypes")):
-                for seed in range(seeds or listed["seeds_per_case"]):
-                    name = f"{spec.name}/{case['name']}/{dtype}/{seed}"
-                    kept_in = f"{case['name']}.{dtype}.pt".replace(" ", "_")
-                    gradient = case.get("gradient", False)
-                    found.append(Case(name, spec.overload, getattr(torch, dtype), described, gradient, kept_in))
-    yield from found
-
-
-def benchmark_file(spec: OperatorSpec) -> Path:
-    """Where the calls of an operator that are timed are listed."""
-    return spec.home.folder / "benchmark.yaml"
+    listed = listed_inputs(spec)
+    for case in listed["cases"]:
+        described = _in_order(spec, case["arguments"])
+        for dtype in case["dtypes"]:
+            for seed in range(seeds or listed["seeds_per_case"]):
+                name = f"{spec.name}/{case['name']}/{dtype}/{seed}"
+                kept_in = f"{case['name']}.{dtype}.pt".replace(" ", "_")
+                gradient = bool(case.get("gradient"))
+                yield Case(name, spec.overload, getattr(torch, dtype), described, gradient, kept_in)
 
 
 def benchmark_cases(spec: OperatorSpec, size: str) -> Iterator[Case]:
@@ -123,42 +104,14 @@ def benchmark_cases(spec: OperatorSpec, size: str) -> Iterator[Case]:
     Raises:
         InputsError: the file is another operator's, has no cases, or one that can't be understood.
     """
-    file = benchmark_file(spec)
-    found = []
-    for number, case in enumerate(_listed(spec, file)["cases"], start=1):
-        with _naming(f"{file}, case {number}"):
-            for dtype in case["dtypes"]:
-                name = f"{spec.name}/{case['name']}"
-                found.append(Case(name, spec.overload, getattr(torch, dtype), _in_order(spec, case[size])))
-    yield from found
-
-
-def _listed(spec: OperatorSpec, file: Path) -> Any:
-    import yaml
-
-    try:
-        listed = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputsError(f"{file} can't be read: {' '.join(str(error).split())}") from None
-    if not (isinstance(listed, dict) and listed.get("operator") == spec.name and listed.get("cases")):
-        raise InputsError(f"{file}: no cases of {spec.name}")
-    return listed
-
-
-@contextmanager
-def _naming(where: str) -> Iterator[None]:
-    """What a description lacks, or has that nothing knows, as an error that says where it is."""
-    try:
-        yield
-    except (AttributeError, KeyError, TypeError) as error:
-        raise InputsError(f"{where}: {type(error).__name__}: {error}") from error
+    for case in listed_timed(spec):
+        for dtype in case["dtypes"]:
+            name = f"{spec.name}/{case['name']}"
+            yield Case(name, spec.overload, getattr(torch, dtype), _in_order(spec, case[size]))
 
 
 def _in_order(spec: OperatorSpec, arguments: dict[str, Any]) -> dict[str, Any]:
-    names = [argument.name for argument in spec.overload._schema.arguments]
-    for unknown in arguments.keys() - set(names):  # left out, it would be another call than the one that was meant
-        raise AttributeError(f"{spec.name} has no argument {unknown!r}{did_you_mean(str(unknown), names)}")
-    return {name: arguments[name] for name in names if name in arguments}
+    return {a.name: arguments[a.name] for a in spec.overload._schema.arguments if a.name in arguments}
 
 
 def _tensor(
@@ -168,16 +121,16 @@ def _tensor(
     *,
     shape: list[int],
     strides: list[int] | None = None,
-    offset: int = 0,
+    offset: int | None = None,
     dtype: str | None = None,
-    values: str = "normal",
+    values: str | None = None,
 ) -> torch.Tensor:
     """A view of memory that is filled throughout, so that what lies between and beyond the elements is known too."""
     kind = default if dtype is None else getattr(torch, dtype)
     strides_of = torch.empty(shape, device="meta").stride() if strides is None else tuple(strides)
     reach = 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, strides_of, strict=True))
-    memory = FILLS[values](name, offset + reach + _MARGIN, kind)
-    return laid_out(memory.to(device), shape, strides_of, offset)
+    memory = FILLS[values or "normal"](name, (offset or 0) + reach + _MARGIN, kind)
+    return laid_out(memory.to(device), shape, strides_of, offset or 0)
 
 
 _MARGIN = 5

@@ -81,6 +81,9 @@ FILLS = {
 }
 """By the name that ``inputs_spec.yaml`` has for ``values``."""
 
+FLOATING_ONLY = ("special", "edges")
+"""Which of them other dtypes have no bits for."""
+
 
 def _format(dtype: torch.dtype) -> tuple[int, int, int, int]:
     """Of a floating-point dtype: bits, bits of the fraction, the pattern of infinity, and what the sign adds to one."""

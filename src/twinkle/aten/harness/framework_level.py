@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from twinkle.aten.harness import places
 from twinkle.aten.harness.compare import too_far
 from twinkle.aten.harness.outcome import Outcome, started
 from twinkle.aten.profiles import Profile
@@ -55,7 +56,13 @@ def compare(outcome: Outcome, specs: Sequence[OperatorSpec], profile: Profile) -
     """Makes the checks of several operators at once, in models that call them; each must be reached by name."""
     outcome.facts = {"engine": "transformers"}
     for model, members in groups(specs):
-        _compare(outcome, members, profile, model)
+        try:
+            _compare(outcome, members, profile, model)
+        except ModelError as error:
+            *_, last = str(error).strip().splitlines() or ["it said nothing"]
+            whose = "; ".join(places.of_declaration(spec, "model") for spec in members)
+            outcome.check(f"the process of the model {model} failed: {last}; {whose}", False)
+            outcome.facts["model's process"] = str(error)[-4000:]
 
 
 def _compare(outcome: Outcome, specs: list[OperatorSpec], profile: Profile, model: dict[str, Any]) -> None:
@@ -74,9 +81,15 @@ def _compare(outcome: Outcome, specs: list[OperatorSpec], profile: Profile, mode
         for what in ("loss", "gradients", "tokens"):
             outcome.check(f"{what} differ", ours[what] == other[what])
     outcome.check("the loss is not finite", ours["finite"])
+    by_name = {spec.name: spec for spec in specs}
     for name, found in ours["operators"].items():
-        outcome.check(f"{name}: the model never reached its kernel", found["kernel"] > 0)
+        never = f"{name}: the model never reached its kernel; {places.of_declaration(by_name[name], 'model')}"
+        outcome.check(never, found["kernel"] > 0)
     outcome.facts |= {"device": ours["device"], **ours["operators"]}
+
+
+class ModelError(RuntimeError):
+    """A model's process failed; the message is what it said."""
 
 
 Observed = tuple[dict[str, Any], dict[str, torch.Tensor]]
@@ -103,5 +116,5 @@ def observe(specs: list[OperatorSpec], profile: Profile, model: dict[str, Any]) 
         task["kept"] = str(Path(folder, "numbers.pt"))
         done = subprocess.run(command, input=json.dumps(task), capture_output=True, text=True, timeout=600)
         if done.returncode != 0:
-            raise RuntimeError(f"the model's process failed:\n{done.stderr[-4000:]}")
+            raise ModelError(done.stderr)
         return json.loads(done.stdout.splitlines()[-1]), torch.load(task["kept"])

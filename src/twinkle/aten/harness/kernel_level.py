@@ -9,12 +9,14 @@ from typing import Any
 import torch
 
 from twinkle.aten.arguments import Arguments
+from twinkle.aten.availability import level_missing
+from twinkle.aten.harness import places
 from twinkle.aten.harness.cases import cases
 from twinkle.aten.harness.compare import difference, exact, memory_of, shares_memory
 from twinkle.aten.harness.outcome import Outcome, started
 from twinkle.aten.harness.poison import PATTERNS, poisoned
 from twinkle.aten.profiles import Profile
-from twinkle.aten.serving import Serving, level_missing
+from twinkle.aten.serving import Serving
 from twinkle.aten.spec import OperatorSpec, Semantics
 
 
@@ -72,7 +74,8 @@ def compare(outcome: Outcome, spec: OperatorSpec, profile: Profile, calls: Seque
             try:
                 expected, truth = call.expected(), call.truth()
             except Exception as error:
-                outcome.check(f"{call.name}: the reference raised {type(error).__name__}: {error}", False)
+                text = f"{call.name}: the reference raised {type(error).__name__}: {error}"
+                outcome.check(f"{text}; the call is at {places.of_case(spec, call.name)}", False)
                 continue
             earlier: list[Any] = []
             before = _memories(spec, call.values(profile.device))
@@ -82,11 +85,14 @@ def compare(outcome: Outcome, spec: OperatorSpec, profile: Profile, calls: Seque
                     with poisoned(pattern):
                         result = serving.run(values)
                 except Exception as error:
-                    outcome.check(f"{level} {call.name}: the kernel raised {type(error).__name__}: {error}", False)
+                    text = f"{level} {call.name}: the kernel raised {type(error).__name__}: {error}"
+                    outcome.check(f"{text}; it is at {places.of_function(spec, serving.function)}", False)
                     break
                 problem = difference(spec, result, expected, values, truth)
                 if not all(map(torch.equal, _memories(spec, values), before)):
                     problem = problem or "the memory of an argument was written"
+                if problem is not None:
+                    problem = f"{problem}; the kernel is at {places.of_function(spec, serving.function)}"
                 outcome.check(f"{level} {call.name}", problem)
                 again = any(shares_memory(result, other) for other in earlier)
                 outcome.check(f"{level} {call.name}: lies in the memory of an earlier result", not again)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import sys
+import argparse
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from twinkle.aten.errors import RegistrationError
 from twinkle.aten.harness import framework_level, kernel_level, op_level
+from twinkle.aten.harness.listed import InputsError
 from twinkle.aten.harness.outcome import Outcome
 from twinkle.aten.home import spec_beside
 from twinkle.aten.profiles import Profile, profile
@@ -35,20 +38,39 @@ def level(name: str, module: str, file: str) -> Callable[[str | Profile], dict[s
         return LEVELS[name](spec, profile(on) if isinstance(on, str) else on).to_dict()
 
     if module == "__main__":
-        raise SystemExit(show([run(name) for name in sys.argv[1:] or ["cpu"]]))
+        raise SystemExit(_as_program(f"the {name} level", lambda chip: [run(chip)]))
     return run
 
 
-def example(module: str, file: str) -> Callable[[str], int]:
+def example(module: str, file: str) -> Callable[[str | Profile], int]:
     """For an operator's ``example.py``: its ``main(profile)``, which runs and shows all levels."""
 
-    def main(on: str) -> int:
+    def outcomes(chip: Profile) -> list[dict[str, Any]]:
         spec = spec_beside(module, Path(file).resolve().parent)
-        return show([run(spec, profile(on)).to_dict() for run in LEVELS.values()])
+        return [run(spec, chip).to_dict() for run in LEVELS.values()]
+
+    def main(on: str | Profile) -> int:
+        return show(outcomes(profile(on) if isinstance(on, str) else on))
 
     if module == "__main__":
-        raise SystemExit(main(*sys.argv[1:] or ["cpu"]))
+        raise SystemExit(_as_program("all levels", outcomes))
     return main
+
+
+def _as_program(what: str, outcomes: Callable[[Profile], list[dict[str, Any]]]) -> int:
+    """A file of an operator run by itself: what can't be used is one line and the exit code 2, as everywhere."""
+    parser = argparse.ArgumentParser(description=f"Runs {what} of an operator's checks.")
+    parser.add_argument("profiles", nargs="*", default=["cpu"], metavar="PROFILE", help="of a device; default: cpu")
+    names = parser.parse_args().profiles
+    try:
+        chips = [profile(name) for name in names]
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        found = [outcome for chip in chips for outcome in outcomes(chip)]
+    except (InputsError, RegistrationError) as error:
+        parser.error(str(error))
+    return show(found)
 
 
 def show(outcomes: Sequence[dict[str, Any]]) -> int:
@@ -62,11 +84,25 @@ def as_table(outcomes: Sequence[dict[str, Any]], width: int) -> Iterator[Block]:
     names = ("operator", "level", "device", "state", "checks")
     rows = [tuple(str(found[name]) for name in names) for found in outcomes]
     yield from table(names, rows, width, numbers=("checks",))
-    notes = [f"{found['operator']}: {problem}" for found in outcomes for problem in found["problems"]]
+    notes = [f"{found['operator']}: {problem}" for found in outcomes for problem in _by_kind(found["problems"])]
     notes += dict.fromkeys(found["not_run"] for found in outcomes if found["not_run"])
     if notes:
         yield EMPTY_LINE
         yield from (Block(paragraph(note, width, indent=2)) for note in notes)
+
+
+_CALL = re.compile(r"[\w.]+/[^/:]+/\w+/\d+(, [\w ]+)?|(?<![\w.:])\d[\d.e+-]*")
+"""What differs in problems of one kind: the call as checks name it, from the operator to the context, and numbers."""
+
+
+def _by_kind(problems: Sequence[str]) -> Iterator[str]:
+    """The first problem of each kind, and how many other calls have it: one mistake shows in all calls, mostly."""
+    kinds: dict[str, list[str]] = {}
+    for problem in problems:
+        kinds.setdefault(_CALL.sub("", problem), []).append(problem)
+    for found in kinds.values():
+        others = len(set(found)) - 1
+        yield found[0] if not others else f"{found[0]} (and of {others} other calls)"
 
 
 def exit_code(outcomes: Sequence[dict[str, Any]]) -> int:

@@ -12,6 +12,7 @@ import torch
 
 from twinkle.aten.arguments import Arguments
 from twinkle.aten.errors import NotRegistrableError
+from twinkle.aten.harness import places
 from twinkle.aten.harness.cases import Case, cases
 from twinkle.aten.harness.observe import Call, Seen, differences
 from twinkle.aten.harness.outcome import Outcome, started
@@ -45,6 +46,7 @@ def _check(outcome: Outcome, spec: OperatorSpec, profile: Profile) -> dict[str, 
     native = {call.name: _seeded(call, enter, _operator(spec)) for call, enter, _ in _calls(spec, profile)}
     truth = _exact(spec, profile, native)
     prepared = list(_calls(spec, profile))
+    kernel = Serving(spec, profile.found).function
     counter: dict[str, int] = {}
     ours: dict[str, Seen] = {}
     served: dict[str, list[str]] = {}
@@ -55,7 +57,10 @@ def _check(outcome: Outcome, spec: OperatorSpec, profile: Profile) -> dict[str, 
     for call, _, expected in prepared:  # only now, since comparing calls operators too
         outcome.check(call.name, _joined(differences(spec, ours[call.name], native[call.name], truth.get(call.name))))
         by = served[call.name]
-        outcome.check(f"{call.name}: served by {by}, should be one of {expected}", by in expected)
+        wrong = f"{call.name}: served by {by}, should be one of {expected}"
+        if "delegated" in by:
+            wrong += f"; the kernel, which calls the operator itself, is at {places.of_function(spec, kernel)}"
+        outcome.check(wrong, by in expected)
     outcome.check("no call reached the kernel", registration.counts.kernel > 0)
     _check_finite_differences(outcome, spec, profile)
     with contextlib.suppress(Exception):  # that is noted above

@@ -49,6 +49,6 @@ class Outcome:
 
 def started(spec: OperatorSpec, level: str, profile: Profile) -> Outcome:
     """An outcome to fill; ``not_run`` is set where the device isn't there."""
-    missing = profile.found.missing()
+    missing = profile.missing()
     not_run = None if missing is None else f"no {profile.platform} on this machine: {missing}"
     return Outcome(spec.name, level, profile.device, not_run=not_run)

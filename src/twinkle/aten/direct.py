@@ -1,0 +1,35 @@
+"""An operator by its own kernel without a registration: what ``<operator>_aten`` is."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from twinkle.aten.serving import Serving, interference
+from twinkle.aten.spec import OperatorSpec
+from twinkle.platforms import platform_of
+
+
+@functools.lru_cache(maxsize=256)
+def _serving_on(spec: OperatorSpec, device_type: str) -> Serving | None:
+    platform = platform_of(device_type)
+    return None if platform is None else Serving(spec, platform)
+
+
+def call(spec: OperatorSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operator by its own kernel where that takes the call, else by PyTorch."""
+    served = _serving_on(spec, _device_type(args, kwargs))
+    if served is not None:
+        values = served.arguments.bind(args, kwargs)
+        if interference(at_autograd=True) is None and served.refusal(values) is served.ungradable(values) is None:
+            return served.run_with_gradient(values)
+    return spec.native(*args, **kwargs)
+
+
+def _device_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            return value.device.type
+    return torch.device(kwargs.get("device") or torch.get_default_device()).type

@@ -1,0 +1,98 @@
+"""Which operator a new package is for, and what its schema says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from twinkle.aten.errors import RegistrationError
+from twinkle.reasons import Reason, did_you_mean
+
+TYPES = {
+    "Tensor": "torch.Tensor",
+    "int": "int",
+    "SymInt": "int",
+    "float": "float",
+    "bool": "bool",
+    "number": "float",
+    "str": "str",
+    "List[int]": "Sequence[int]",
+    "List[SymInt]": "Sequence[int]",
+    "List[float]": "Sequence[float]",
+    "ScalarType": "torch.dtype",
+    "Layout": "torch.layout",
+    "Device": "torch.device",
+    "MemoryFormat": "torch.memory_format",
+    "Generator": "torch.Generator",
+}
+"""PyTorch's names of an argument's type, and Python's."""
+
+
+def overload_of(name: str, schema: str | None) -> torch._ops.OpOverload:
+    """The operator in the running PyTorch.
+
+    Args:
+        name: the operator's, without ``aten::``.
+        schema: as PyTorch prints it, with or without ``aten::``; its default overload's when left out.
+
+    Raises:
+        RegistrationError: there is no such operator, it has another schema, or it is of a kind that the template can't
+            be made for.
+    """
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        known = [found.removeprefix("aten::").partition(".")[0] for found in torch._C._dispatch_get_all_op_names()]
+        raise error(name, "unknown-operator", f"PyTorch has no aten::{name}{did_you_mean(name, known)}")
+    overloads = [getattr(packet, each) for each in packet.overloads()]
+    fitting = {text_of(each): each for each in overloads if _makes_one_tensor(each)}
+    if not fitting:
+        raise error(name, "kind", "it makes no new tensor, or several", "begin with a copy of ops/copy_ or ops/item")
+    listed = "".join(f"\n  {text}" for text in fitting)
+    if schema is not None:
+        overload = fitting.get(schema.removeprefix("aten::").strip())
+        if overload is None:
+            raise error(name, "schema", f"no overload that makes one new tensor has this schema; there are:{listed}")
+    else:
+        default = [each for each in fitting.values() if each._overloadname == "default"] or list(fitting.values())
+        if len(default) > 1:
+            raise error(name, "schema", f"pass one of its overloads as --schema:{listed}")
+        (overload,) = default
+    for argument in overload._schema.arguments:
+        if plain_type(argument) not in TYPES:
+            text = f"its argument {argument.name} is of the type {argument.type}; known: {', '.join(TYPES)}"
+            raise error(name, "kind", text)
+    return overload
+
+
+def text_of(overload: torch._ops.OpOverload) -> str:
+    """Its schema as PyTorch prints it, without ``aten::``."""
+    return str(overload._schema).removeprefix("aten::")
+
+
+def _makes_one_tensor(overload: torch._ops.OpOverload) -> bool:
+    schema = overload._schema
+    new = [str(each.type) for each in schema.returns] == ["Tensor"] and schema.returns[0].alias_info is None
+    takes = any(map(is_given_tensor, schema.arguments))
+    return takes and new and not schema.is_mutable
+
+
+def plain_type(argument: Any) -> str:
+    """An argument's type by PyTorch's name, whether it may be left out or not."""
+    name = str(argument.real_type)
+    return name.removeprefix("Optional[").removesuffix("]") if name.startswith("Optional[") else name
+
+
+def is_optional(argument: Any) -> bool:
+    """Whether it may be None."""
+    return str(argument.type).startswith("Optional[")
+
+
+def is_given_tensor(argument: Any) -> bool:
+    """Whether it is a tensor at each call."""
+    return plain_type(argument) == "Tensor" and not is_optional(argument)
+
+
+def error(name: str, code: str, text: str, hint: str | None = None) -> RegistrationError:
+    """What is wrong with an operator as one to make a package for."""
+    return RegistrationError(name, Reason(code, text, hint))

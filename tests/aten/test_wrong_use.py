@@ -1,0 +1,157 @@
+"""What programs and authors of operators get wrong: one clear message each, and nothing is changed."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.aten.conftest import DEVICE, INTERPRETED, ROOT
+from twinkle.aten import Home, Kernel, NotRegistrableError, RegistrationError, Semantics, catalog, install
+from twinkle.aten.registration import active
+from twinkle.aten.spec import OperatorSpec
+from twinkle.reasons import Reason
+
+pytestmark = pytest.mark.skipif(INTERPRETED or DEVICE != "cpu", reason="what is wrong is wrong on every device")
+
+# --- handles ----------------------------------------------------------------------------------------------------------
+
+COPIES: list[Callable[[Any], Any]] = [copy.copy, copy.deepcopy, pickle.dumps, lambda handle: copy.deepcopy([handle])]
+
+
+@pytest.mark.parametrize("copied", COPIES)
+@pytest.mark.parametrize("several", [False, True])
+def test_a_handle_has_no_copies(copied: Callable[[Any], Any], several: bool, clone: OperatorSpec) -> None:
+    with install(["clone"], platform="cpu") if several else clone.register_a1(platform="cpu") as handle:
+        with pytest.raises(TypeError, match="(Registration|Installation) of clone.*belongs to this process and can't"):
+            copied(handle)
+        assert len(active()) == 1
+
+
+@pytest.mark.parametrize(
+    "error", [RegistrationError("clone", Reason("no-device", "none", "buy one")), NotRegistrableError("empty", "no")]
+)
+def test_a_workers_exception_reaches_its_parent(error: Any) -> None:
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), again.code) == (type(error), str(error), error.code)
+
+
+# --- several operators at once ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operators", [3, None, [3], b"clone", {"clone": "auto"}, object(), ["clone", None]])
+def test_operators_are_names(operators: Any) -> None:
+    with pytest.raises(
+        RegistrationError, match="install: operators are a list of names, 'all' or 'auto', not"
+    ) as error:
+        install(operators, platform="cpu")
+    assert error.value.code == "bad-argument" and active() == []
+
+
+@pytest.mark.parametrize("operators", [("clone",), {"clone"}, {"clone": 1}.keys()])
+def test_any_collection_of_names_will_do(operators: Any) -> None:
+    with install(operators, platform="cpu") as installed:
+        assert list(installed.registrations) == ["clone"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"platform": 0}, "clone: a platform's name is a string, not 0"),
+        ({"platform": []}, "clone: a platform's name is a string, not .."),
+        ({"platform": "cpu", "modes": {3: "auto"}}, "3: has a mode but isn't installed; installed: clone"),
+        ({"platform": "cpu", "modes": {"clone": 3}}, "clone: unknown mode 3; known: auto"),
+        ({"platform": "cpu", "modes": "auto"}, "install: modes is a mapping of operators to modes, not 'auto'"),
+    ],
+)
+def test_other_arguments_of_another_kind(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RegistrationError, match=message):
+        install(["clone"], **options)
+    assert active() == []
+
+
+# --- what an operator's author writes ---------------------------------------------------------------------------------
+
+RIGHT = Kernel("kernel.torch_level:clone_torch")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": "clone"}, "the schema 'clone' is not as PyTorch prints it"),
+        ({"schema": "aten::clone(Tensor self) -> Tensor"}, "is not as PyTorch prints it, without aten::"),
+        ({"kernels": {}}, "no kernel 'torch', which serves where none of the others does: none"),
+        ({"kernels": {"triton": RIGHT}}, "no kernel 'torch', .*: triton"),
+        ({"kernels": {"torch": RIGHT, "trition": RIGHT}}, "no machine would run the kernel 'trition'; .*mean 'triton'"),
+        ({"kernels": {"torch": Kernel("clone_torch")}}, "'clone_torch' is not the path of a function"),
+        ({"kernels": {"torch": replace(RIGHT, with_pullback="x")}}, "'x' is not the path of a function"),
+        ({"reference": "reference.py"}, "'reference.py' is not a path: 'reference:clone_reference'"),
+        ({"judge": "judge"}, "'judge' is not a path"),
+        ({"gradient": None}, "no gradient for its kernels triton, torch: gradient=, pullback= or"),
+    ],
+)
+def test_a_declaration_that_says_nothing_usable(change: dict[str, Any], message: str, clone: OperatorSpec) -> None:
+    with pytest.raises(RegistrationError, match=f"clone: its OperatorSpec can't be used: .*{message}") as error:
+        replace(clone, **change)
+    assert error.value.code == "bad-spec"
+
+
+def test_what_has_no_gradient_needs_no_rule_for_it(clone: OperatorSpec) -> None:
+    assert replace(clone, gradient=None, semantics=Semantics.METADATA).gradient is None
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("kernel.torch_levl:clone_torch", r"there is no file .*/ops/clone/kernel/torch_levl.py; .*mean 'torch_level'"),
+        ("kernl.torch_level:clone_torch", r"there is no file .*/ops/clone/kernl/torch_level.py"),
+        ("kernel.torch_level:clone_toch", r"no clone_toch in .*/kernel/torch_level.py; did you mean 'clone_torch'"),
+    ],
+)
+def test_a_path_that_leads_nowhere(path: str, message: str, clone: OperatorSpec) -> None:
+    wrong = replace(clone, kernels={"torch": Kernel(path)})
+    with pytest.raises(RegistrationError, match=f"clone: '{path}': {message}") as error:
+        wrong.register_a1(platform="cpu")
+    assert error.value.code == "bad-spec" and active() == []
+
+
+def test_what_a_kernel_fails_to_import_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is there; what it needs isn't."""
+    (tmp_path / "lacking").mkdir()
+    (tmp_path / "lacking" / "kernel.py").write_text("import no_such_library")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ModuleNotFoundError, match="No module named 'no_such_library'"):
+        Home("lacking", tmp_path / "lacking").load("kernel:anything")
+
+
+def test_an_authors_mistake_is_not_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That another folder called ``ops`` comes first would be the wrong hint."""
+
+    def broken(module: str) -> Any:
+        raise RegistrationError("clone", Reason("bad-spec", "no gradient"))
+
+    monkeypatch.setattr("importlib.import_module", broken)
+    with pytest.raises(RegistrationError, match="^clone: no gradient$") as error:
+        catalog.operator("clone")
+    assert error.value.code == "bad-spec"
+
+
+# --- an operator's own files ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("file", ["example.py", "test/kernel_level.py"])
+def test_files_that_are_run_by_themselves_say_it_in_a_line(file: str) -> None:
+    command = [sys.executable, ROOT / "ops" / "clone" / file, "cpx"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stdout == ""
+    *_, line = done.stderr.splitlines()
+    assert "error: unknown device profile 'cpx'; known: " in line and line.endswith("did you mean 'cpu'?")
+    assert "Traceback" not in done.stderr
