@@ -389,5 +389,30 @@ def ops_run(
     _run(run, operators or (), level=level, device=device, report=report, as_json=json)
 
 
+@ops_app.command("report")
+def ops_report(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="What TWINKLE_A1_REPORT_DIR named.", show_default=False)
+    ],
+    json: Json = False,
+) -> None:
+    """Shows what operators did in the processes of an engine, running or gone.
+
+    Each process that was started with TWINKLE_A1_OPS and TWINKLE_A1_REPORT_DIR
+    set left a record and its counts there, also one that was killed.
+
+    The exit code is 1 when operators weren't activated, a kernel raised or a file
+    can't be read, and 3 when there is no record.
+
+    [bold]Examples[/]
+      TWINKLE_A1_OPS=all TWINKLE_A1_PLATFORM=cpu TWINKLE_A1_REPORT_DIR=out/a1 \\
+        vllm serve ./my-model
+      twinkle-kernel ops report out/a1
+    """
+    from twinkle.commands.ops_report import run
+
+    _run(run, folder, as_json=json)
+
+
 if __name__ == "__main__":
     app()
