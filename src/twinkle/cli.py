@@ -364,6 +364,9 @@ def ops_run(
         list[str] | None, typer.Argument(metavar="[OPERATOR]...", help="Default: all of them.", show_default=False)
     ] = None,
     level: Annotated[str, typer.Option("--level", help="kernel, op, framework or all.")] = "all",
+    engine: Annotated[
+        str, typer.Option("--engine", help="What the framework level runs: transformers or vllm.")
+    ] = "transformers",
     device: Annotated[str, typer.Option("--device", metavar="PROFILE", help="A profile, alias or file.")] = "cpu",
     report: Annotated[
         bool, typer.Option("--report", help="Also write the operators' reports/PROFILE.json and REPORT.md.")
@@ -375,7 +378,8 @@ def ops_run(
     The kernel level compares each kernel with the operator's reference. The op
     level registers it and compares everything that a caller could notice with
     PyTorch's own. The framework level trains and runs a small Qwen3 with and
-    without it, in processes of their own.
+    without it, in processes of their own; with --engine vllm a real vLLM generates
+    with and without all of the operators, in an environment that has vLLM.
 
     The exit code is 1 when a check failed and 3 when nothing could be run.
 
@@ -383,10 +387,11 @@ def ops_run(
       twinkle-kernel ops run clone
       twinkle-kernel ops run clone copy_ --level op --device ascend910
       twinkle-kernel ops run --level kernel --json
+      twinkle-kernel ops run --level framework --engine vllm
     """
     from twinkle.commands.ops import run
 
-    _run(run, operators or (), level=level, device=device, report=report, as_json=json)
+    _run(run, operators or (), level=level, engine=engine, device=device, report=report, as_json=json)
 
 
 @ops_app.command("report")

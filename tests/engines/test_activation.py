@@ -194,6 +194,35 @@ def test_what_was_compiled_is_told_although_nothing_calls_us(
     assert f"silu: {process['process']}" in text.partition("Bypassed")[2]
 
 
+AHEAD_OF_TIME = """
+import sys
+import torch
+from twinkle.engines.vllm import register
+
+def work(x):
+    return x.clone() * 2
+
+if sys.argv[1] == "save":
+    torch.compile(work, fullgraph=True).aot_compile(((torch.ones(8),), {})).save_compiled_function(sys.argv[2])
+else:
+    register()
+    with open(sys.argv[2], "rb") as file:
+        loaded = torch.compiler.load_compiled_function(file)
+    assert torch.equal(loaded(torch.ones(8)), torch.full((8,), 2.0))
+    from twinkle.aten.registration import active
+    print([made.counts.compiled for made in active()], "stats" in torch._dynamo.utils.counters)
+"""
+
+
+@pytest.mark.slow
+def test_code_that_an_earlier_process_compiled_is_noticed_too(tmp_path: Path) -> None:
+    """An engine's warm start: no tracer runs in this process."""
+    saved = run_python("-c", AHEAD_OF_TIME, "save", str(tmp_path / "work"))
+    assert saved.returncode == 0, saved.stderr
+    loaded = run_python("-c", AHEAD_OF_TIME, "load", str(tmp_path / "work"), OPS="clone", PLATFORM="cpu")
+    assert loaded.stdout.split() == ["[True]", "False"], loaded.stderr
+
+
 # --- counts in files --------------------------------------------------------------------------------------------------
 
 

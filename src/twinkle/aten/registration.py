@@ -192,11 +192,13 @@ def _check_counter(operator: str, counter: Any) -> None:
 
 
 def _compiled_graphs() -> int:
-    """How many graphs ``torch.compile`` has made in this process; the compiler isn't imported for that."""
-    utilities = sys.modules.get("torch._dynamo.utils")
-    # Another thread may be importing it, or go through its entries: none is made here.
-    counters = getattr(utilities, "counters", {})
-    return counters.get("stats", {}).get("unique_graphs", 0)
+    """How many graphs ``torch.compile`` has made in this process, or loaded as an earlier one's code.
+
+    The compiler isn't imported for that. Another thread may just be importing it, or go through its numbers.
+    """
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    cache = getattr(sys.modules.get("torch._inductor.codecache"), "PyCodeCache", None)
+    return counters.get("stats", {}).get("unique_graphs", 0) + len(getattr(cache, "modules", ()))
 
 
 def active() -> list[Registration]:
