@@ -139,7 +139,13 @@ def plan(
 
 @app.command()
 def verify(
-    model: Model,
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help=f"{MODEL_HELP} Or --op.", show_default=False)
+    ] = None,
+    op: Annotated[
+        str | None,
+        typer.Option("--op", metavar="OP", help="Verify a backend of this op, without a MODEL.", show_default=False),
+    ] = None,
     device: Annotated[
         str | None, typer.Option("--device", help="Run here; default: this machine's accelerator, else cpu.")
     ] = None,
@@ -166,13 +172,23 @@ def verify(
     of three inputs. Of hundreds of tensors one may be slightly over by chance:
     such a one is judged again, by nine other inputs.
 
+    With --op and one --backend instead: whether a backend, of a plug-in say, keeps
+    an op's contract, in every variant that models have of it, fp32, bf16 and
+    fp16, four layouts in memory, outputs and all gradients.
+
     The exit code is 1 when something is off and 3 when no kernel was installed.
 
     [bold]Examples[/]
       twinkle-kernel verify tiny:llama
       twinkle-kernel verify tiny:qwen3 --backend inductor   (any CPU; compiles)
       twinkle-kernel verify Qwen/Qwen3-0.6B --layers 2 --dtype bfloat16
+      twinkle-kernel verify --op rms_norm --backend mine
     """
+    if op is not None or model is None:
+        from twinkle.commands.verify_op import run as run_op
+
+        others = {"MODEL": model, "--dtype": dtype, "--layers": layers, "--html": html}
+        _run(run_op, op, backends=backend, device=device, others=others, as_json=json)
     from twinkle.commands.verify import run
 
     _run(run, model, device=device, dtype=dtype, backends=backend, layers=layers, html=html, as_json=json)
