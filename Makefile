@@ -55,8 +55,8 @@ help:
 	@echo "  WORKERS=2            processes that the tests are spread over"
 	@echo "  PIPFLAGS=-v          flags for pip, which is quiet otherwise; empty shows its progress"
 	@echo "  TORCH_INDEX_URL=URL  a further package index for torch only. On Linux the default index serves the CUDA build"
-	@echo "                       (several GB); for the CPU build (1 GB; test-vllm needs it) give the address of PyTorch's CPU index, which"
-	@echo "                       PyTorch's installation page shows"
+	@echo "                       (several GB); for the CPU build (1 GB; test-vllm needs it) give the address of"
+	@echo "                       PyTorch's CPU index, which PyTorch's installation page shows"
 
 $(VENV_STAMP):
 	@new='import sys; sys.exit(sys.version_info < (3, 11))'; \

@@ -134,7 +134,7 @@ def run(specs: Sequence[OperatorSpec], profile: Profile) -> list[Outcome]:
             injected = both.submit(generate, model, wishes=wishes(chosen, profile, reports))
             found = native.result(), injected.result()
             facts = merged(reports)
-        _compare(outcomes, chosen, preset, found, facts)
+        compare(outcomes, chosen, preset, found, facts)
     for spec in chosen:
         outcome = outcomes[spec.name]
         if not any(outcome.facts[preset] for preset in PRESETS):
@@ -152,13 +152,22 @@ def wishes(specs: Sequence[OperatorSpec], profile: Profile, folder: Path) -> dic
     }
 
 
-def _compare(
+def compare(
     outcomes: Mapping[str, Outcome],
     specs: Sequence[OperatorSpec],
     preset: str,
     runs: tuple[dict[str, Any], dict[str, Any]],
     facts: dict[str, Any],
 ) -> None:
+    """Makes the checks of one model.
+
+    Args:
+        outcomes: of each operator; what is found is noted there.
+        specs: the operators that were activated.
+        preset: the model.
+        runs: what :func:`generate` gave without and with them.
+        facts: what :func:`twinkle.engines.merged.merged` says of the latter.
+    """
     inexact = any(spec.semantics & (Semantics.ROUNDS | Semantics.RANDOM) for spec in specs)
     native, injected = ([row[: FIRST if inexact else TOKENS] for row in found["tokens"]] for found in runs)
     workers = [process["process"] for process in facts["processes"] if "Worker" in process["role"]]
