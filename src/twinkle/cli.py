@@ -139,7 +139,13 @@ def plan(
 
 @app.command()
 def verify(
-    model: Model,
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help=f"{MODEL_HELP} Or --op.", show_default=False)
+    ] = None,
+    op: Annotated[
+        str | None,
+        typer.Option("--op", metavar="OP", help="Verify a backend of this op, without a MODEL.", show_default=False),
+    ] = None,
     device: Annotated[
         str | None, typer.Option("--device", help="Run here; default: this machine's accelerator, else cpu.")
     ] = None,
@@ -166,13 +172,23 @@ def verify(
     of three inputs. Of hundreds of tensors one may be slightly over by chance:
     such a one is judged again, by nine other inputs.
 
+    With --op and one --backend instead: whether a backend, of a plug-in say,
+    keeps an op's contract, in every variant that models have of it, fp32, bf16
+    and fp16, four layouts in memory, outputs and all gradients.
+
     The exit code is 1 when something is off and 3 when no kernel was installed.
 
     [bold]Examples[/]
       twinkle-kernel verify tiny:llama
       twinkle-kernel verify tiny:qwen3 --backend inductor   (any CPU; compiles)
       twinkle-kernel verify Qwen/Qwen3-0.6B --layers 2 --dtype bfloat16
+      twinkle-kernel verify --op rms_norm --backend mine
     """
+    if op is not None or model is None:
+        from twinkle.commands.verify_op import run as run_op
+
+        others = {"MODEL": model, "--dtype": dtype, "--layers": layers, "--html": html}
+        _run(run_op, op, backends=backend, device=device, others=others, as_json=json)
     from twinkle.commands.verify import run
 
     _run(run, model, device=device, dtype=dtype, backends=backend, layers=layers, html=html, as_json=json)
@@ -364,6 +380,9 @@ def ops_run(
         list[str] | None, typer.Argument(metavar="[OPERATOR]...", help="Default: all of them.", show_default=False)
     ] = None,
     level: Annotated[str, typer.Option("--level", help="kernel, op, framework or all.")] = "all",
+    engine: Annotated[
+        str, typer.Option("--engine", help="What the framework level runs: transformers or vllm.")
+    ] = "transformers",
     device: Annotated[str, typer.Option("--device", metavar="PROFILE", help="A profile, alias or file.")] = "cpu",
     report: Annotated[
         bool, typer.Option("--report", help="Also write the operators' reports/PROFILE.json and REPORT.md.")
@@ -375,7 +394,8 @@ def ops_run(
     The kernel level compares each kernel with the operator's reference. The op
     level registers it and compares everything that a caller could notice with
     PyTorch's own. The framework level trains and runs a small Qwen3 with and
-    without it, in processes of their own.
+    without it, in processes of their own; with --engine vllm a real vLLM generates
+    with and without all of the operators, in an environment that has vLLM.
 
     The exit code is 1 when a check failed and 3 when nothing could be run.
 
@@ -383,10 +403,36 @@ def ops_run(
       twinkle-kernel ops run clone
       twinkle-kernel ops run clone copy_ --level op --device ascend910
       twinkle-kernel ops run --level kernel --json
+      twinkle-kernel ops run --level framework --engine vllm
     """
     from twinkle.commands.ops import run
 
-    _run(run, operators or (), level=level, device=device, report=report, as_json=json)
+    _run(run, operators or (), level=level, engine=engine, device=device, report=report, as_json=json)
+
+
+@ops_app.command("report")
+def ops_report(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="What TWINKLE_A1_REPORT_DIR named.", show_default=False)
+    ],
+    json: Json = False,
+) -> None:
+    """Shows what operators did in the processes of an engine, running or gone.
+
+    Each process that was started with TWINKLE_A1_OPS and TWINKLE_A1_REPORT_DIR
+    set left a record and its counts there, also one that was killed.
+
+    The exit code is 1 when operators weren't activated, a kernel raised or a file
+    can't be read, and 3 when there is no record.
+
+    [bold]Examples[/]
+      TWINKLE_A1_OPS=all TWINKLE_A1_PLATFORM=cpu TWINKLE_A1_REPORT_DIR=out/a1 \\
+        vllm serve ./my-model
+      twinkle-kernel ops report out/a1
+    """
+    from twinkle.commands.ops_report import run
+
+    _run(run, folder, as_json=json)
 
 
 if __name__ == "__main__":

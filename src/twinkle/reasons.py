@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,21 @@ class Reason:
         """An exception as a reason: ``doing`` says what raised it."""
         message = str(error).strip().splitlines()
         return cls(code, f"{doing} raised {type(error).__name__}" + (f": {message[0]}" if message else ""))
+
+
+class Counting(Protocol):
+    """What counts calls: in this process's memory (:class:`Counts`), or in a file. The attributes are the same."""
+
+    kernel: int
+    errors: int
+    compiled: bool
+
+    @property
+    def fallbacks(self) -> Mapping[str, int]:
+        """Calls that the original served, by reason."""
+
+    def fall_back(self, reason: str) -> None:
+        """Counts one call that the original served."""
 
 
 @dataclass(slots=True, eq=False)

@@ -16,7 +16,7 @@ from twinkle.aten import catalog, profiles
 from twinkle.aten.harness.cases import cases
 
 ROOT = Path(__file__).parents[2]
-FOREIGN = {".git", ".venv", "build", "dist", "out", "site", "htmlcov"}
+FOREIGN = {".git", ".venv", ".venv-vllm", "build", "dist", "out", "site", "htmlcov"}
 """Folders at the top that hold what was made or fetched."""
 
 

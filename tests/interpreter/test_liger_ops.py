@@ -13,8 +13,9 @@ from tests.support.liger_sites import CASES, load, site_of
 from twinkle.kernel.ops import liger_support
 from twinkle.kernel.probe import WIDTH, agree, cast, random_tensor, stand_in
 from twinkle.kernel.registry import get_op
+from twinkle.kernel.small_runs import rounded, run_call
 from twinkle.kernel.targets import Site
-from twinkle.kernel.verify import _rounded, allowed_error_used, run_call
+from twinkle.kernel.verify import allowed_error_used
 
 pytestmark = pytest.mark.liger
 
@@ -30,7 +31,7 @@ def test_forward_and_backward_are_within_the_judgement(op: str, family: str, nam
     reference = get_op(op).load_reference()
     loaded, exact = load(op, site), reference.build(site.variant, torch.float64)
     kernel = getattr(loaded, "forward", loaded)
-    example = _rounded(reference.example(site, site.variant), dtype)
+    example = rounded(reference.example(site, site.variant), dtype)
     cpu = torch.device("cpu")
     ours, theirs = (run_call(f, example, dtype, cpu) for f in (kernel, site.original))
     judge = run_call(getattr(exact, "forward", exact), example, torch.float64, cpu)

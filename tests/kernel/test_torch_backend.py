@@ -29,9 +29,10 @@ from twinkle.kernel.ops.rotary import torch as rotary
 from twinkle.kernel.ops.torch_support import FASTER
 from twinkle.kernel.probe import random_tensor, variant_of
 from twinkle.kernel.report import report
+from twinkle.kernel.small_runs import run_call
 from twinkle.kernel.targets import Site, Target, resolve_target
 from twinkle.kernel.undo import unkernelize
-from twinkle.kernel.verify import allowed_error_used, check_site, run_call
+from twinkle.kernel.verify import allowed_error_used, check_site
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

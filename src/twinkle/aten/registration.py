@@ -20,7 +20,7 @@ from twinkle.aten.modes import serving_in_mode
 from twinkle.aten.router import Traffic, make_router
 from twinkle.aten.spec import OperatorSpec
 from twinkle.platforms import Platform
-from twinkle.reasons import Counts, Reason
+from twinkle.reasons import Counting, Counts, Reason
 
 logger = logging.getLogger("twinkle.aten")
 
@@ -61,13 +61,12 @@ class Registration(Handle):
         self.platform = platform.name
         self.keys = effective_keys(spec.overload, platform)
         self.counter = counter
-        self._counts = Counts()
         self._graphs = _compiled_graphs()
         self.mode = mode
         serving = serving_in_mode(spec, platform, mode)
         self.level = serving.level
         self._overload = spec.overload
-        self._traffic = Traffic(spec.name, serving, self._counts, counter)
+        self._traffic = Traffic(spec.name, serving, Counts(), counter)
         self._library: Any = None
         # All before the first is replaced: a kernel at the backend key changes what the autograd key falls back to.
         self._native = {key: torch.library.get_kernel(self._overload, key) for key in self.keys}
@@ -99,11 +98,16 @@ class Registration(Handle):
         return repr(torch.library.get_kernel(self._overload, key)) != repr(self._ours[key])
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> Counting:
         """What became of the calls until now."""
+        counts = self._traffic.counts
         if not self.closed:
-            self._counts.compiled = _compiled_graphs() != self._graphs
-        return self._counts
+            counts.compiled = _compiled_graphs() != self._graphs
+        return counts
+
+    def count_in(self, counts: Counting) -> None:
+        """From now on calls are counted there, from what it holds already."""
+        self._traffic.counts = counts
 
     @property
     def closed(self) -> bool:
@@ -183,9 +187,13 @@ def _check_counter(operator: str, counter: Any) -> None:
 
 
 def _compiled_graphs() -> int:
-    """How many graphs ``torch.compile`` has made in this process; the compiler isn't imported for that."""
-    utilities = sys.modules.get("torch._dynamo.utils")
-    return 0 if utilities is None else utilities.counters["stats"]["unique_graphs"]
+    """How many graphs ``torch.compile`` has made in this process, or loaded as an earlier one's code.
+
+    The compiler isn't imported for that. Another thread may just be importing it, or go through its numbers.
+    """
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    cache = getattr(sys.modules.get("torch._inductor.codecache"), "PyCodeCache", None)
+    return counters.get("stats", {}).get("unique_graphs", 0) + len(getattr(cache, "modules", ()))
 
 
 def active() -> list[Registration]:

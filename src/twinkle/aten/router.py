@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from twinkle.aten.serving import Serving, interference
-from twinkle.reasons import Counts
+from twinkle.reasons import Counting
 
 
 class _Flight(threading.local):
@@ -30,10 +30,11 @@ class Traffic:
 
     Attributes:
         operator: its name.
+        counts: where calls are counted just now; looked up at each call, since a process may come to count elsewhere.
         open: while False, every call goes straight to what stood there before.
     """
 
-    def __init__(self, operator: str, serving: Serving, counts: Counts, counter: dict[str, int]) -> None:
+    def __init__(self, operator: str, serving: Serving, counts: Counting, counter: dict[str, int]) -> None:
         self.operator = operator
         self.serving = serving
         self.counts = counts
@@ -65,7 +66,7 @@ def make_router(traffic: Traffic, native: Any, at_autograd: bool) -> Callable[..
         native: the handle of what stood at that key before (``torch.library.get_kernel``).
         at_autograd: whether the key is an autograd key.
     """
-    serving, counts, counter, flight = traffic.serving, traffic.counts, traffic.counter, traffic.flight
+    serving, counter, flight = traffic.serving, traffic.counter, traffic.flight
     if at_autograd and serving.is_detached:
         return _passing_router(traffic, native)
     bind, refusal, wrap_numbers = serving.arguments.bind, serving.refusal, serving.arguments.wrap_numbers
@@ -83,19 +84,19 @@ def make_router(traffic: Traffic, native: Any, at_autograd: bool) -> Callable[..
         flight.called_itself = False
         try:
             if reason is not None:
-                counts.fall_back(reason)
+                traffic.counts.fall_back(reason)
                 return native.call_boxed(keyset, *wrap_numbers(args), **kwargs)
             result = serve(values)
         except BaseException as error:
-            counts.errors += reason is None
+            traffic.counts.errors += reason is None
             error.add_note(f"raised by aten::{traffic.operator}, {_who(serving.level, reason)}")
             raise
         finally:
             flight.busy = False
         if flight.called_itself:
-            counts.fall_back("delegated")
+            traffic.counts.fall_back("delegated")
         else:
-            counts.kernel += 1
+            traffic.counts.kernel += 1
         return result
 
     return router
@@ -113,14 +114,14 @@ def _passing_router(traffic: Traffic, native: Any) -> Callable[..., Any]:
     Native does that part and goes on to the backend key, where our kernel is. On a device where it doesn't, the call is
     counted here, as one that native served.
     """
-    counts, counter, flight = traffic.counts, traffic.counter, traffic.flight
+    counter, flight = traffic.counter, traffic.flight
 
     def router(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         flight.arrived = False
         result = native.call_boxed(keyset, *args, **kwargs)
         if traffic.open and not flight.busy and not flight.arrived:
             _count(counter)
-            counts.fall_back("autograd-only")
+            traffic.counts.fall_back("autograd-only")
         return result
 
     return router

@@ -11,6 +11,7 @@ from typing import Any
 import twinkle
 from twinkle.commands.console import print_json, quiet_logs, show, stdout
 from twinkle.kernel import registry
+from twinkle.kernel.plugins import declared
 from twinkle.layout import EMPTY_LINE, Block, paragraph, table
 from twinkle.platforms import PLATFORMS
 from twinkle.reasons import Reason
@@ -50,13 +51,8 @@ def gather() -> dict[str, Any]:
         ],
         "ops": {op: dict(_backends(op)) for op in registry.ops()},
         "plugins": [
-            {
-                "name": entry.name,
-                "value": entry.value,
-                "distribution": entry.dist.name if entry.dist else None,
-                "error": str(errors[entry.name]) if entry.name in errors else None,
-            }
-            for entry in _plugins()
+            {**asdict(plugin), "error": str(errors[plugin.name]) if plugin.name in errors else None}
+            for plugin in declared()
         ],
         "operators": [asdict(package) for package in catalog.packages()],
     }
@@ -86,12 +82,6 @@ def _backends(op: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 "reason": None if reason is None else str(reason),
             },
         )
-
-
-def _plugins() -> list[metadata.EntryPoint]:
-    from twinkle.kernel.plugins import ENTRY_POINT_GROUP
-
-    return list(metadata.entry_points(group=ENTRY_POINT_GROUP))
 
 
 def _plugin_errors() -> dict[str, Reason]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from twinkle.commands.console import CommandError, print_json, progress, show, stdout
 from twinkle.layout import EMPTY_LINE, Block, paragraph, table
+from twinkle.reasons import did_you_mean
 
 
 def list_operators(*, as_json: bool) -> int:
@@ -83,24 +84,31 @@ def _cell(found: dict[str, Any], platform: str) -> str:
     return f"{on['level']} at {', '.join(on['keys'])}"
 
 
-def run(names: Sequence[str], *, level: str, device: str, report: bool, as_json: bool) -> int:
+ENGINES = ("transformers", "vllm")
+"""What the framework level can run."""
+
+
+def run(names: Sequence[str], *, level: str, engine: str, device: str, report: bool, as_json: bool) -> int:
     """Runs the checks and prints what they found.
 
     Returns:
         1 when a check failed, 3 when nothing could be run, else 0.
 
     Raises:
-        CommandError: an unknown operator, level or device profile, an unusable list of inputs or declaration of an
-            operator, or a package is missing.
+        CommandError: an unknown operator, level, engine or device profile, an unusable list of inputs or declaration of
+            an operator, or a package is missing.
     """
     specs, chip, chosen = _chosen(names, level, device)
+    if engine not in ENGINES:
+        raise CommandError(f"unknown engine {engine!r}; known: {', '.join(ENGINES)}{did_you_mean(engine, ENGINES)}")
+    in_engine = engine == "vllm" and chosen.pop("framework", None) is not None
     from twinkle.aten import RegistrationError
     from twinkle.aten.harness.levels import as_table, exit_code
     from twinkle.aten.harness.listed import InputsError
 
     outcomes = []
     with progress(as_json) as bar:
-        task = bar.add_task("", total=len(specs) * len(chosen))
+        task = bar.add_task("", total=len(specs) * (len(chosen) + in_engine))
         for spec in specs:
             for name, check in chosen.items():
                 bar.update(task, description=f"{spec.name}: {name} level")
@@ -109,6 +117,12 @@ def run(names: Sequence[str], *, level: str, device: str, report: bool, as_json:
                 except (InputsError, RegistrationError) as error:
                     raise CommandError(str(error)) from error
                 bar.advance(task)
+        if in_engine:
+            from twinkle.aten.harness import vllm_engine
+
+            bar.update(task, description="all in vLLM: framework level")
+            outcomes += [outcome.to_dict() for outcome in vllm_engine.run(specs, chip)]
+            bar.advance(task, len(specs))
     if report:
         from twinkle.aten.harness.report import write
 
@@ -125,14 +139,13 @@ def run(names: Sequence[str], *, level: str, device: str, report: bool, as_json:
 def _chosen(names: Sequence[str], level: str, device: str) -> tuple[list[Any], Any, dict[str, Any]]:
     from twinkle.aten import RegistrationError, catalog, profile
     from twinkle.aten.harness.levels import LEVELS
-    from twinkle.reasons import did_you_mean
 
     if level != "all" and level not in LEVELS:
         known = (*LEVELS, "all")
         raise CommandError(f"unknown level {level!r}; known: {', '.join(known)}{did_you_mean(level, known)}")
     try:
         specs = [catalog.operator(name) for name in catalog.chosen(names)]
-        return specs, profile(device), LEVELS if level == "all" else {level: LEVELS[level]}
+        return specs, profile(device), dict(LEVELS) if level == "all" else {level: LEVELS[level]}
     except (RegistrationError, ValueError) as error:
         raise CommandError(str(error)) from error
     except ModuleNotFoundError as error:

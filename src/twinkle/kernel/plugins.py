@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from twinkle.kernel import registry
@@ -16,6 +17,30 @@ if TYPE_CHECKING:
 logger = logging.getLogger("twinkle.kernel")
 
 ENTRY_POINT_GROUP = "twinkle.kernel_ops"
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A plug-in as its distribution's metadata declares it.
+
+    Attributes:
+        name, value: of the entry point.
+        distribution, version: of what brings it; None where the metadata don't say.
+    """
+
+    name: str
+    value: str
+    distribution: str | None
+    version: str | None
+
+
+def declared() -> list[Declared]:
+    """The plug-ins that are installed, loaded or not; nothing of them is imported."""
+    return [
+        Declared(entry.name, entry.value, *((entry.dist.name, entry.dist.version) if entry.dist else (None, None)))
+        for entry in _entry_points()
+    ]
+
 
 _loaded: set[tuple[str, str]] = set()
 _errors: dict[str, Reason] | None = None

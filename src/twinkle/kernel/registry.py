@@ -207,10 +207,10 @@ def ops() -> dict[str, OpDefinition]:
     return dict(sorted(_OPS.items()))
 
 
-def _load_plugins(refresh: bool = False) -> None:
+def _load_plugins(refresh: bool = False) -> dict[str, Reason]:
     from twinkle.kernel.plugins import load_plugins
 
-    load_plugins(refresh)
+    return load_plugins(refresh)
 
 
 def reference_of(op: str) -> Any:
@@ -241,7 +241,9 @@ def get_impl(op: str, backend: str) -> KernelImpl | Reason:
     known = {*registered, *KNOWN_BACKENDS}
     close = "" if backend in known else did_you_mean(backend, known).removeprefix("; ")
     others = f"registered: {', '.join(registered)}" if registered else None
-    return Reason("not-registered", f"backend {backend} is not registered for op {op}", close or others)
+    text = f"backend {backend} is not registered for op {op}"
+    broken = {} if backend in known else _load_plugins()  # it may be what one of them would have brought
+    return Reason("not-registered", "; ".join([text, *map(str, broken.values())]), close or others)
 
 
 class lazy_import:

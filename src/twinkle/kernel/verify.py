@@ -7,7 +7,6 @@ round differently than the original, but not be a worse approximation of the mat
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,8 @@ from twinkle.kernel import registry
 from twinkle.kernel.exact import KeepFloat64, exact_copy, exact_inputs
 from twinkle.kernel.journal import process_originals
 from twinkle.kernel.ops.worthwhile import every_size
-from twinkle.kernel.probe import random_tensor, variant_of
+from twinkle.kernel.probe import variant_of
+from twinkle.kernel.small_runs import OutOfDomain, Results, rounded, run_call, within_domain
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
@@ -66,115 +66,6 @@ NOT_VERIFIED = "not verified"
 """What the notes say of a kernel that couldn't be compared."""
 
 
-class Results(dict[str, torch.Tensor]):
-    """Outputs and gradients of one forward and backward, by name.
-
-    Attributes:
-        structure: what the outputs came in, e.g. ``"a tensor"``.
-    """
-
-    structure: str
-
-
-def run_call(
-    function: Callable[..., Any], example: Example, dtype: torch.dtype, device: torch.device, backward: bool = True
-) -> Results:
-    """Calls an implementation on an example and differentiates the result.
-
-    Args:
-        function: takes the example's module first when there is one.
-        dtype: of inputs and weights; the caller has rounded the values to the dtype that is judged.
-        device: where to run.
-        backward: without it, nothing requires a gradient.
-    """
-    module, parameters = _materialise(example, dtype, device, backward)
-    args = [_as_input(a, dtype, device, backward and i not in example.fixed) for i, a in enumerate(example.args)]
-    kwargs = {k: _as_input(v, dtype, device, backward) for k, v in example.kwargs.items()}
-    call_args = args if module is None else [module, *args]
-    # There is no autocast for meta.
-    autocast = torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False)
-    with torch.set_grad_enabled(backward), autocast:
-        outputs = function(*call_args, **kwargs)
-    flat = [outputs] if isinstance(outputs, torch.Tensor) else outputs
-    if not isinstance(flat, (tuple, list)):
-        raise TypeError(f"it returns {outputs!r:.60}, not a tensor or a tuple")
-    flat = [output for output in flat if isinstance(output, torch.Tensor)]
-    results = {f"output {i}": o for i, o in enumerate(flat)}
-    wrt = {f"gradient of input {i}": a for i, a in enumerate(args) if _differentiable(a)} | {
-        f"gradient of {name}": p for name, p in parameters.items()
-    }
-    differentiated = [o for o in flat if o.requires_grad]
-    if wrt and differentiated:
-        seeds = [random_tensor(*o.shape, seed=90 + i).to(o) for i, o in enumerate(differentiated)]
-        gradients = torch.autograd.grad(differentiated, list(wrt.values()), seeds, allow_unused=True)
-        results |= {name: g for name, g in zip(wrt, gradients, strict=True) if g is not None}
-    found = Results({name: value.detach().clone() for name, value in results.items()})
-    one = isinstance(outputs, torch.Tensor)
-    found.structure = "a tensor" if one else f"a {type(outputs).__name__} of {len(outputs)}"
-    return found
-
-
-def _materialise(
-    example: Example, dtype: torch.dtype, device: torch.device, differentiable: bool
-) -> tuple[Any, dict[str, nn.Parameter]]:
-    if example.module is None:
-        return None, {}
-    module = copy.deepcopy(example.module).to(device)
-    parameters = dict(module.named_parameters())
-    for parameter in parameters.values():
-        parameter.data = parameter.data.to(dtype)
-        parameter.requires_grad_(differentiable)
-    return module, parameters
-
-
-def _as_input(value: Any, dtype: torch.dtype, device: torch.device, differentiable: bool = True) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    if not value.is_floating_point():
-        return value.to(device)
-    return value.to(device, dtype).detach().clone().requires_grad_(differentiable)
-
-
-def _differentiable(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
-
-
-def _rounded(example: Example, dtype: torch.dtype) -> Example:
-    """The example with every value rounded to ``dtype``, so that all runs start from the same numbers."""
-
-    def rounded(value: Any) -> Any:
-        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(dtype).to(torch.float64) if is_float else value
-
-    twin = copy.deepcopy(example)
-    twin.args = tuple(rounded(a) for a in example.args)
-    twin.kwargs = {k: rounded(v) for k, v in example.kwargs.items()}
-    if twin.module is not None:
-        for parameter in twin.module.parameters():
-            parameter.data = rounded(parameter.data)
-    return twin
-
-
-class _OutOfDomain(Exception):
-    """The kernel leaves this very call to the original."""
-
-
-def _within_domain(kernel: Kernel) -> Callable[..., Any]:
-    """The kernel as it is called when installed, but raising where the original would serve the call."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        kwargs = {kernel.renamed.get(name, name): value for name, value in kwargs.items()}
-        if kernel.base is not None:
-            args[0].__class__ = kernel.base  # the small module is ours, and code with super() needs its own class
-        with every_size():
-            reason = kernel.accepts_call(*args, **kwargs) if kernel.accepts_call else None
-        if reason is not None:
-            raise _OutOfDomain(reason)
-        return kernel.function(*args, **kwargs)
-
-    return call
-
-
 def _unverified(why: str) -> Reason:
     return Reason("unverified", f"{NOT_VERIFIED}: {why}")
 
@@ -198,21 +89,21 @@ def check_site(site: Site, kernel: Kernel, op: str | None) -> Reason | None:
     dtype = site.dtype or torch.float32
     cpu = torch.device("cpu")
     try:
-        example = _rounded(example, dtype)
+        example = rounded(example, dtype)
         exact = reference.build(variant, torch.float64)
         exact = exact.forward if isinstance(exact, type) else exact  # type: ignore[attr-defined]
         judge = run_call(exact, example, torch.float64, cpu)
         original = run_call(site.original, example, dtype, site.device)
     except Exception as error:
         return _unverified(str(Reason.of_error(error, "unverified", "running the original on a small input")))
-    call = _within_domain(kernel)
+    call = within_domain(kernel)
     try:
         ours = run_call(call, example, dtype, site.device)
-    except _OutOfDomain:
+    except OutOfDomain:
         # Perhaps it has no backward.
         try:
             ours = run_call(call, example, dtype, site.device, backward=False)
-        except _OutOfDomain as domain:
+        except OutOfDomain as domain:
             return _unverified(f"it leaves small inputs to the original: {domain}")
         except Exception as error:
             return Reason.of_error(error, "verify", "verifying it on a small input")
@@ -268,8 +159,8 @@ def fits_in_place(site: Site, kernel: Kernel) -> Reason | None:
     except Exception:  # the example isn't one for this site after all
         return None
     try:
-        ours = run_call(_within_domain(kernel), known[2], dtype, site.device, backward=False)
-    except _OutOfDomain:
+        ours = run_call(within_domain(kernel), known[2], dtype, site.device, backward=False)
+    except OutOfDomain:
         return None
     except Exception as error:
         on_meta = site.device.type == "meta"

@@ -1,0 +1,196 @@
+"""Whether a backend keeps an op's contract: every variant, dtype, layout and gradient, for those who write backends.
+
+A variant is met where models have it: the tiny presets are built on the meta device, and of the places that the
+default mapping gives to the op one is taken for each variant that it has. The op's reference makes the inputs and, in
+fp64, the judge's numbers; the judgement is that of :mod:`twinkle.kernel.verify`, of the median over a few inputs, since
+a kernel as exact as the original is over the limit for a single one now and then.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import statistics
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from twinkle import presets
+from twinkle.kernel import registry
+from twinkle.kernel.config import DEFAULT_KERNEL_CONFIG
+from twinkle.kernel.install import Kernel, kernel_for
+from twinkle.kernel.ops.derived import Example
+from twinkle.kernel.probe import variant_of
+from twinkle.kernel.registry import KernelChoice, KernelImpl
+from twinkle.kernel.small_runs import OutOfDomain, Results, rounded, run_call, within_domain
+from twinkle.kernel.targets import ModelIndex, Site, Target, resolve_target
+from twinkle.kernel.verify import allowed_error_used
+from twinkle.reasons import Reason
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SCALES = (1.0, 1.015625, 1.03125)
+"""What an example is multiplied with: other inputs that round otherwise."""
+
+
+def _transposed(value: torch.Tensor) -> torch.Tensor:
+    return value.transpose(-1, -2).contiguous().transpose(-1, -2) if value.dim() > 1 else value.clone()
+
+
+def _gapped(value: torch.Tensor) -> torch.Tensor:
+    wide = torch.full((*value.shape[:-1], 2 * value.shape[-1]), float("nan"), dtype=value.dtype, device=value.device)
+    wide[..., ::2] = value
+    return wide[..., ::2]
+
+
+def _shifted(value: torch.Tensor) -> torch.Tensor:
+    longer = torch.full((value.numel() + 1,), float("nan"), dtype=value.dtype, device=value.device)
+    longer[1:] = value.reshape(-1)
+    return longer[1:].view(value.shape)
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": torch.Tensor.contiguous,
+    "last two dimensions swapped in memory": _transposed,
+    "every second element": _gapped,
+    "one element into its memory": _shifted,
+}
+"""How arguments and incoming gradients lie in memory."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A site that stands for all of its variant."""
+
+    target: Target
+    site: Site
+
+
+@dataclass
+class Finding:
+    """What a backend did in one variant and dtype.
+
+    Attributes:
+        variant, dtype: which.
+        where: the class or function of transformers that has the variant.
+        refused: why the backend doesn't take it at all; its right.
+        declined: layout -> why the kernel left the call to the original; its right too.
+        used: (layout, tensor) -> share of the allowed error, the median over the inputs.
+        problems: what is wrong.
+    """
+
+    variant: str
+    dtype: str
+    where: str
+    refused: Reason | None = None
+    declined: dict[str, str] = field(default_factory=dict)
+    used: dict[tuple[str, str], float] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def state(self) -> str:
+        """``off``, ``ok``, or ``refused`` where nothing was run."""
+        return "off" if self.problems else "ok" if self.used else "refused"
+
+
+def places(op: str) -> list[Place]:
+    """One site for each variant of an op that the default mapping meets in the presets."""
+    reference = registry.reference_of(op)
+    keys = [key for key, of in DEFAULT_KERNEL_CONFIG.items() if isinstance(of, KernelChoice) and of.op == op]
+    found: dict[Hashable, Place] = {}
+    probed: dict[Any, Any] = {}
+    if reference is None or isinstance(reference, Reason):
+        return []
+    for preset in presets.PRESETS:
+        index = ModelIndex.of(presets.build(preset, device="meta"), None)
+        # Only those whose Python module is imported by now: a target of another family has no site here.
+        targets = [target for key in keys if isinstance(target := resolve_target(key, importing=False), Target)]
+        for target in targets:
+            for site in index.sites(target):
+                variant = variant_of(reference, site, probed)
+                if not isinstance(variant, Reason):
+                    known = dataclasses.replace(site, variant=variant)
+                    found.setdefault((variant, target.kind), Place(target, known))
+    return list(found.values())
+
+
+def findings(op: str, backend: str, impl: KernelImpl, device: torch.device) -> Iterator[Finding]:
+    """Runs a backend in every variant and dtype; it must be available."""
+    for place in places(op):
+        for dtype in DTYPES:
+            site = dataclasses.replace(place.site, device=device, dtype=dtype)
+            where = str(place.target).removeprefix("transformers.models.")
+            finding = Finding(str(site.variant), str(dtype).removeprefix("torch."), where)
+            kernel = _loaded(impl, place.target, site)
+            if isinstance(kernel, Reason):
+                finding.refused = kernel
+            else:
+                _judge(finding, op, site, kernel)
+            yield finding
+
+
+def _loaded(impl: KernelImpl, target: Target, site: Site) -> Kernel | Reason:
+    answer = None
+    if impl.accepts is not None:
+        try:
+            answer = impl.accepts(site)
+        except Exception as error:
+            return Reason.of_error(error, "raised", "accepts()")
+    if answer is not None:
+        return Reason.of(answer, "refused")
+    loaded = registry.load_impl(impl, target, site)
+    return loaded if isinstance(loaded, Reason) else kernel_for(target, site.original, loaded)
+
+
+def _judge(finding: Finding, op: str, site: Site, kernel: Kernel) -> None:
+    reference = registry.reference_of(op)
+    exact = reference.build(site.variant, torch.float64)
+    exact = exact.forward if isinstance(exact, type) else exact  # type: ignore[attr-defined]
+    example = reference.example(site, site.variant)
+    dtype = site.dtype or torch.float32
+    call = within_domain(kernel)
+    for layout, arrange in LAYOUTS.items():
+        shares: dict[str, list[float]] = {}
+        for scale in SCALES:
+            scaled = rounded(_scaled(example, scale), dtype)
+            judge = run_call(exact, scaled, torch.float64, torch.device("cpu"))
+            original = run_call(site.original, scaled, dtype, site.device, arrange=arrange)
+            try:
+                ours = run_call(call, scaled, dtype, site.device, arrange=arrange)
+            except OutOfDomain as domain:
+                finding.declined[layout] = str(domain)
+                break
+            except Exception as error:
+                finding.problems.append(f"{layout}: {Reason.of_error(error, 'raised', 'it')}")
+                break
+            finding.problems += [f"{layout}: {problem}" for problem in _broken(ours, original)]
+            for name in original.keys() & judge.keys() & ours.keys():
+                shares.setdefault(name, []).append(allowed_error_used(ours[name], original[name], judge[name]))
+        for name, used in shares.items():
+            median = statistics.median(used)
+            finding.used[layout, name] = median
+            if median > 1:
+                finding.problems.append(f"{layout}: {name} is off: {median:.3g} times the allowed error")
+    finding.problems[:] = dict.fromkeys(finding.problems)
+
+
+def _broken(ours: Results, original: Results) -> Iterator[str]:
+    """What no rounding explains."""
+    if ours.structure != original.structure:
+        yield f"it returns {ours.structure} where the original returns {original.structure}"
+    missing = sorted(original.keys() - ours.keys())
+    if missing:
+        yield f"it gives no {', '.join(missing)}"
+    if any(not torch.equal(one, other) for one, other in zip(ours.read, original.read, strict=False)):
+        yield "it writes into an argument or an incoming gradient"
+
+
+def _scaled(example: Example, scale: float) -> Example:
+    def scaled(value: Any) -> Any:
+        return value * scale if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    twin = copy.deepcopy(example)
+    twin.args = tuple(map(scaled, example.args))
+    twin.kwargs = {name: scaled(value) for name, value in example.kwargs.items()}
+    return twin

@@ -1,0 +1,165 @@
+"""``twinkle-kernel verify --op``: what a backend's author learns from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+pytest.importorskip("transformers")
+
+from twinkle import presets
+from twinkle.cli import app
+from twinkle.kernel import conformance
+from twinkle.kernel.registry import KernelImpl, register_backend
+
+pytestmark = pytest.mark.usefixtures("own_registry", "loopback")
+
+
+@pytest.fixture(autouse=True)
+def two_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others have the same two variants, but for names."""
+    few = {name: presets.PRESETS[name] for name in ("llama", "gemma")}
+    monkeypatch.setattr(presets, "PRESETS", few)
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["verify", *arguments])
+
+
+def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Llama's."""
+    wide = x.float()
+    return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)).to(x.dtype)
+
+
+def register(forward: Callable[..., Any], accepts: Any = None, available: Any = None, **members: Any) -> None:
+    layer = type("Mine", (nn.Module,), {"forward": forward, **members})
+    accepts = accepts or (lambda site: None if site.variant.offset == 0 else "only offset 0")
+    register_backend("rms_norm", "mine", KernelImpl(lambda target: layer, available or (lambda: (True, None)), accepts))
+
+
+def findings() -> dict[tuple[float, str], dict[str, Any]]:
+    """By offset and dtype."""
+    result = run("--op", "rms_norm", "--backend", "mine", "--json")
+    found = json.loads(result.stdout)["findings"]
+    return {("offset=1" in of["variant"], of["dtype"]): of for of in found}
+
+
+def test_a_right_backend_passes_in_every_variant_dtype_and_layout() -> None:
+    register(norm)
+    found = findings()
+    assert {key: of["state"] for key, of in found.items()} == {
+        (offset, dtype): "refused" if offset else "ok"
+        for offset in (False, True)
+        for dtype in ("float32", "bfloat16", "float16")
+    }
+    tensors = {(used["layout"], used["tensor"]) for used in found[False, "bfloat16"]["used"]}
+    names = ("output 0", "gradient of input 0", "gradient of weight")
+    assert tensors == {(layout, name) for layout in conformance.LAYOUTS for name in names}
+    assert found[True, "float32"]["refused"] == "only offset 0"
+    result = run("--op", "rms_norm", "--backend", "mine")
+    assert result.exit_code == 0 and "only offset 0" in result.output and "Off" not in result.output
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad * 1.1
+
+
+class Written(Doubled):
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        result = grad.clone()
+        grad.zero_()
+        return result
+
+
+def ignores_strides(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return norm(self, x if x.is_contiguous() else x.detach().as_strided(x.shape, torch.empty(x.shape).stride()))
+
+
+class Frozen:
+    """A norm whose weight gets no gradient."""
+
+    def __init__(self, module: Any) -> None:
+        self.weight, self.variance_epsilon = module.weight.detach(), module.variance_epsilon
+
+
+def raises(self: Any, x: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("no such instruction")
+
+
+WRONG = {
+    "one percent": (lambda self, x: norm(self, x) * 1.01, "contiguous: output 0 is off: "),
+    "a gradient": (lambda self, x: norm(self, Doubled.apply(x)), "contiguous: gradient of input 0 is off: "),
+    "no gradient of the weight": (
+        lambda self, x: norm(Frozen(self), x),
+        "contiguous: it gives no gradient of weight",
+    ),
+    "strides": (ignores_strides, "every second element: output 0 is off: inf"),
+    "writes into the incoming gradient": (
+        lambda self, x: Written.apply(norm(self, x)),
+        "contiguous: it writes into an argument or an incoming gradient",
+    ),
+    "a tuple": (lambda self, x: (norm(self, x),), "it returns a tuple of 1 where the original returns a tensor"),
+    "an exception": (raises, "contiguous: it raised RuntimeError: no such instruction"),
+    "another dtype": (lambda self, x: norm(self, x).double(), "contiguous: output 0 is off: inf"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_wrong_is_named(what: str) -> None:
+    forward, words = WRONG[what]
+    register(forward)
+    problems = findings()[False, "float32"]["problems"]
+    assert any(words in problem for problem in problems), problems
+    result = run("--op", "rms_norm", "--backend", "mine")
+    assert result.exit_code == 1 and words in " ".join(result.output.split())
+
+
+def test_a_call_that_is_left_to_the_original_is_told() -> None:
+    accepts_call = staticmethod(lambda self, x: None if x.is_contiguous() else "not contiguous")
+    register(norm, accepts_call=accepts_call)
+    found = findings()[False, "float32"]
+    assert found["state"] == "ok" and set(found["declined"].values()) == {"not contiguous"}
+    assert set(found["declined"]) == {"last two dimensions swapped in memory", "every second element"}
+
+
+def test_the_reference_itself_passes() -> None:
+    result = run("--op", "rms_norm", "--backend", "loopback", "--json")
+    assert result.exit_code == 0, result.output
+    assert {of["state"] for of in json.loads(result.stdout)["findings"]} == {"ok"}
+
+
+def test_nothing_run_is_no_pass() -> None:
+    register(norm, available=lambda: (False, "no such chip"))
+    result = run("--op", "rms_norm", "--backend", "mine")
+    assert result.exit_code == 3 and "no such chip" in result.output
+    assert run("--op", "rms_norm", "--backend", "refuse").exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "A MODEL, or --op OP --backend BACKEND"),
+        (["--op", "rms_norm"], "--op needs one --backend"),
+        (["--op", "rms_norm", "--backend", "torch,liger"], "--op needs one --backend"),
+        (["--op", "rms_nrm", "--backend", "torch"], "did you mean 'rms_norm'"),
+        (["tiny:qwen3", "--op", "rms_norm", "--backend", "torch"], "--op has no use for MODEL"),
+        (["--op", "rms_norm", "--backend", "torch", "--layers", "2"], "--op has no use for --layers"),
+    ],
+)
+def test_wrong_use_is_one_line(arguments: list[str], words: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2 and words in result.stderr and len(result.stderr.splitlines()) == 1
