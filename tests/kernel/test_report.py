@@ -374,7 +374,7 @@ def test_a_default_entry_that_waits_for_its_backends_is_marked() -> None:
         {
             "code": "not-registered",
             "text": "backend npu is not registered for op moe_block",
-            "hint": "registered: inductor, loopback, refuse",
+            "hint": "registered: triton, inductor, loopback, refuse",
             "sites": 0,
         }
     ]

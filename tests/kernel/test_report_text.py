@@ -103,7 +103,7 @@ def test_ops_without_a_backend_share_one_line_and_stay_in_the_data() -> None:
     table = made.table(width=300)
     assert (
         "\nno backend that the chain names exists yet for "
-        "moe_block (registered, but not in it: inductor, loopback, refuse), sdpa_attention, fla\n"
+        "moe_block (registered, but not in it: triton, inductor, loopback, refuse), sdpa_attention, fla\n"
     ) in table
     assert not any(line.startswith(("sdpa", "fla", "qwen3_moe.Qwen3MoeSparse")) for line in table.splitlines())
     assert {"sdpa", "fla"} <= {found["target"] for found in made.to_dict()["rows"]}

@@ -40,4 +40,14 @@ register_op(
     },
 )
 
-register_op("moe_block", reference=f"{_HERE}.block_reference", implementations={})
+register_op(
+    "moe_block",
+    reference=f"{_HERE}.block_reference",
+    implementations={
+        "triton": KernelImpl(
+            lazy_import(f"{_HERE}.triton_block:load"),
+            lazy_import("twinkle.kernel.ops.triton_support:available"),
+            lazy_import(f"{_HERE}.triton_block:accepts"),
+        ),
+    },
+)
