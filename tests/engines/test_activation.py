@@ -217,6 +217,8 @@ else:
 @pytest.mark.slow
 def test_code_that_an_earlier_process_compiled_is_noticed_too(tmp_path: Path) -> None:
     """An engine's warm start: no tracer runs in this process."""
+    if not hasattr(torch.compile(lambda x: x, fullgraph=True), "aot_compile"):
+        pytest.skip(f"PyTorch {torch.__version__} can't save what it compiled")
     saved = run_python("-c", AHEAD_OF_TIME, "save", str(tmp_path / "work"))
     assert saved.returncode == 0, saved.stderr
     loaded = run_python("-c", AHEAD_OF_TIME, "load", str(tmp_path / "work"), OPS="clone", PLATFORM="cpu")
