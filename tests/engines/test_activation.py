@@ -132,6 +132,8 @@ def test_a_folder_that_fails_costs_one_warning(why: str, tmp_path: Path) -> None
             "PLATFORM: unknown platform 'cppu'.*nor is it a device profile",
         ),
         ({"OPS": "clone", "PLATFORM": "kunlunxin"}, "the package torch_xmlir is not installed"),
+        ({"OPS": "clone", "PLATFORM": "no/such.yaml"}, "PLATFORM: no such device profile: no/such.yaml"),
+        ({"OPS": " , ", "PLATFORM": "cpu"}, "names no operator"),
         ({"OPS": "all,clone", "PLATFORM": "cpu"}, "all, or names of operators, not both"),
         ({"OPS": "auto", "PLATFORM": "cpu"}, "would measure in every process"),
         ({"OPS": "clone,empty", "PLATFORM": "cpu"}, "empty is not registered, by design"),
@@ -277,6 +279,17 @@ def test_files_that_cannot_be_read_hide_no_others(carry_out: Carry, tmp_path: Pa
     assert sorted(problem.partition(":")[0] for problem in facts["problems"]) == [
         "a.json", "alone.counts", "b.json", "foreign.counts", "short.counts",
     ]  # fmt: skip
+
+
+def test_two_machines_may_use_the_same_numbers(carry_out: Carry, tmp_path: Path) -> None:
+    carry_out(OPS="clone", PLATFORM="cpu", REPORT_DIR=tmp_path)
+    torch.ones(3).clone()
+    (record,) = tmp_path.glob("*.json")
+    (tmp_path / "other.json").write_text(record.read_text().replace('"host": "', '"host": "other-'))
+    (tmp_path / "other.counts").write_bytes(record.with_suffix(".counts").read_bytes())
+    clone = merged(tmp_path)["operators"]["clone"]
+    assert clone["kernel"] == 2 and len(clone["processes"]) == 2
+    assert any(f"MainProcess {os.getpid()} on other-" in label for label in clone["processes"])
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
