@@ -99,13 +99,13 @@ def parts(facts: dict[str, Any]) -> Iterator[Part]:
         for process in facts["processes"]
     ]
     yield Table(columns, rows, numbers=("operators",))
-    yield GAP
     counted = [
         (name, process, str(of["kernel"]), str(sum(of["fallbacks"].values())), str(of["errors"]), _note(of))
         for name, found in facts["operators"].items()
         for process, of in [*found["processes"].items(), *[("all", found)] * (len(found["processes"]) > 1)]
     ]
     if counted:
+        yield GAP
         columns = ("operator", "process", "kernel", "fallbacks", "errors", "note")
         yield Table(columns, counted, numbers=("kernel", "fallbacks", "errors"), labels=2)
         yield Text(EXPLANATION, "dim")
