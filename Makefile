@@ -178,7 +178,7 @@ test: test-interpreter
 
 lint: $(TEST_STAMP)
 	@$(PY) -m ruff check .
-	@$(PY) -m ruff format --check src ops script tests benchmarks cookbook
+	@$(PY) -m ruff format --check src ops script tests benchmarks cookbook examples
 
 types: $(TEST_STAMP)
 	@$(PY) -m mypy

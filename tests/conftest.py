@@ -54,3 +54,12 @@ def own_registry() -> Iterator[None]:
     plugins._loaded.clear()
     plugins._loaded.update(loaded)
     plugins._errors = None
+
+
+@pytest.fixture
+def own_accelerator() -> Iterator[None]:
+    """A trainer sets up accelerate, once for a whole process; afterwards it can be set up otherwise."""
+    from accelerate.state import AcceleratorState
+
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)

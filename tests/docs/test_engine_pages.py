@@ -30,6 +30,7 @@ def blocks(language: str) -> list[tuple[str, str]]:
     return re.findall(r"^```(\w*)\n(.*?)^```$", page(language), re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.usefixtures("own_accelerator")
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_the_code_runs_and_prints_what_stands_beside_it(language: str, tmp_path: Path) -> None:
     model = presets.build("qwen3")

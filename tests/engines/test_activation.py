@@ -132,6 +132,8 @@ def test_a_folder_that_fails_costs_one_warning(why: str, tmp_path: Path) -> None
             "PLATFORM: unknown platform 'cppu'.*nor is it a device profile",
         ),
         ({"OPS": "clone", "PLATFORM": "kunlunxin"}, "the package torch_xmlir is not installed"),
+        ({"OPS": "clone", "PLATFORM": "no/such.yaml"}, "PLATFORM: no such device profile: no/such.yaml"),
+        ({"OPS": " , ", "PLATFORM": "cpu"}, "names no operator"),
         ({"OPS": "all,clone", "PLATFORM": "cpu"}, "all, or names of operators, not both"),
         ({"OPS": "auto", "PLATFORM": "cpu"}, "would measure in every process"),
         ({"OPS": "clone,empty", "PLATFORM": "cpu"}, "empty is not registered, by design"),
@@ -217,6 +219,8 @@ else:
 @pytest.mark.slow
 def test_code_that_an_earlier_process_compiled_is_noticed_too(tmp_path: Path) -> None:
     """An engine's warm start: no tracer runs in this process."""
+    if not hasattr(torch.compile(lambda x: x, fullgraph=True), "aot_compile"):
+        pytest.skip(f"PyTorch {torch.__version__} can't save what it compiled")
     saved = run_python("-c", AHEAD_OF_TIME, "save", str(tmp_path / "work"))
     assert saved.returncode == 0, saved.stderr
     loaded = run_python("-c", AHEAD_OF_TIME, "load", str(tmp_path / "work"), OPS="clone", PLATFORM="cpu")
@@ -275,6 +279,17 @@ def test_files_that_cannot_be_read_hide_no_others(carry_out: Carry, tmp_path: Pa
     assert sorted(problem.partition(":")[0] for problem in facts["problems"]) == [
         "a.json", "alone.counts", "b.json", "foreign.counts", "short.counts",
     ]  # fmt: skip
+
+
+def test_two_machines_may_use_the_same_numbers(carry_out: Carry, tmp_path: Path) -> None:
+    carry_out(OPS="clone", PLATFORM="cpu", REPORT_DIR=tmp_path)
+    torch.ones(3).clone()
+    (record,) = tmp_path.glob("*.json")
+    (tmp_path / "other.json").write_text(record.read_text().replace('"host": "', '"host": "other-'))
+    (tmp_path / "other.counts").write_bytes(record.with_suffix(".counts").read_bytes())
+    clone = merged(tmp_path)["operators"]["clone"]
+    assert clone["kernel"] == 2 and len(clone["processes"]) == 2
+    assert any(f"MainProcess {os.getpid()} on other-" in label for label in clone["processes"])
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

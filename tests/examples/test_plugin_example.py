@@ -61,6 +61,7 @@ print(json.dumps([known, "mish" in catalog.names(), before, "mine" in backends_o
     assert listed and before == [] and there
 
 
+@pytest.mark.slow
 def test_where_it_is_broken_that_is_a_row_with_the_reason(environment: dict[str, str], tmp_path: Path) -> None:
     """Its package is gone, but its metadata is still there."""
     path = environment["PYTHONPATH"].replace(str(PLUGIN / "src"), str(tmp_path / "nothing"))

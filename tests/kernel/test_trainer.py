@@ -25,6 +25,8 @@ from twinkle.kernel.trainer import ENTRY, TwinkleKernelCallback
 from twinkle.kernel.undo import unkernelize
 from twinkle.kernel.verify import allowed_error_used
 
+pytestmark = pytest.mark.usefixtures("own_accelerator")
+
 STEPS = 20
 ROWS = 4
 

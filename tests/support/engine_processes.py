@@ -19,7 +19,8 @@ def run_python(*arguments: str, shell: list[str] | None = None, **wishes: Any) -
     """Runs Python, or a shell that does, with nothing in the environment but these wishes for operators."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TWINKLE_A1_")}
     environment |= {f"TWINKLE_A1_{name}": str(value) for name, value in wishes.items()}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    path = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(path)
     command = shell or [sys.executable, *arguments]
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
 

@@ -1,11 +1,11 @@
 """What the environment asks for, carried out in this process, and told.
 
-====================== =================================================================================================
+========================= ==============================================================================================
 ``TWINKLE_A1_OPS``        operators, with commas between, or ``all``; without it nothing happens
 ``TWINKLE_A1_PLATFORM``   a platform's name or alias, or a device profile's
 ``TWINKLE_A1_REPORT_DIR`` the folder for records and counts; without it both stay in the process
 ``TWINKLE_A1_ON_ERROR``   ``report`` (the default): the process goes on without our operators; ``stop``: it ends
-====================== =================================================================================================
+========================= ==============================================================================================
 """
 
 from __future__ import annotations
@@ -162,6 +162,8 @@ def _install() -> tuple[Installation, str]:
     from twinkle.aten import install
 
     names = [name.strip() for name in os.environ[OPERATORS].split(",") if name.strip()]
+    if not names:
+        raise ValueError(f"{OPERATORS}={os.environ[OPERATORS]!r} names no operator")
     if "auto" in names:
         raise ValueError(f"{OPERATORS}=auto would measure in every process, while the others run: name the operators")
     if "all" in names and len(names) > 1:
@@ -190,7 +192,9 @@ def _platform() -> str | Profile:
             from twinkle.aten.profiles import profile
 
             return profile(wanted)
-        except (ModuleNotFoundError, ValueError):  # without PyYAML there are no profiles
+        except (ModuleNotFoundError, ValueError) as error:  # without PyYAML there are no profiles
+            if isinstance(error, ValueError) and not str(error).startswith("unknown"):
+                raise ValueError(f"{PLATFORM}: {error}") from None  # one is meant, and something is wrong in it
             raise ValueError(f"{PLATFORM}: {unknown}; nor is it a device profile") from None
 
 

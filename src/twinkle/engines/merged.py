@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,43 +25,48 @@ def merged(folder: Path) -> dict[str, Any]:
         ``processes``: every record, with its ``compiled``. ``operators``: by name ``kernel``, ``fallbacks`` (by reason)
         and ``errors`` of all processes together, ``bypassed`` (processes in which something was compiled and the
         operator was never called), and ``processes``: the same numbers of each process that called it, by
-        :func:`label`.
+        its role and number.
         ``problems``: what can't be read or wasn't activated.
     """
-    found, problems = read_all(folder)
-    names = dict.fromkeys(name for process in found for name in process.record.operators)
-    problems += [
-        f"{label(process)}: not activated: {process.record.error}" for process in found if process.record.error
-    ]
+    read, problems = read_all(folder)
+    found = dict(zip(_labels(read), read, strict=True))
+    names = dict.fromkeys(name for process in read for name in process.record.operators)
+    failed = {label: process.record.error for label, process in found.items() if process.record.error}
+    problems += [f"{label}: not activated: {error}" for label, error in failed.items()]
     return {
         "processes": [
-            {**asdict(process.record), "process": label(process), "compiled": _is_compiled(process)}
-            for process in found
+            {**asdict(process.record), "process": label, "compiled": _is_compiled(process)}
+            for label, process in found.items()
         ],
         "operators": {name: _of_operator(name, found) for name in sorted(names)},
         "problems": problems,
     }
 
 
-def label(process: Process) -> str:
-    """``VllmWorker-0 4711``: its role and its number."""
-    return f"{process.record.role} {process.record.pid}"
+def _labels(found: list[Process]) -> list[str]:
+    """``VllmWorker-0 4711``: role and number; with host and order, where machines or runs have used a number twice."""
+    plain = [f"{process.record.role} {process.record.pid}" for process in found]
+    twice = {label for label, times in Counter(plain).items() if times > 1}
+    return [
+        f"{label} on {process.record.host} ({place})" if label in twice else label
+        for place, (label, process) in enumerate(zip(plain, found, strict=True), start=1)
+    ]
 
 
 def _is_compiled(process: Process) -> bool:
     return any(counts.compiled for counts in process.counts.values())
 
 
-def _of_operator(name: str, found: list[Process]) -> dict[str, Any]:
+def _of_operator(name: str, found: Mapping[str, Process]) -> dict[str, Any]:
     each = {}
     bypassed = []
     fallbacks: Counter[str] = Counter()
-    for process in found:
+    for label, process in found.items():
         counts = process.counts.get(name)
         if counts is None:
             continue
         if counts.kernel or counts.errors or counts.fallbacks:
-            each[label(process)] = {
+            each[label] = {
                 "kernel": counts.kernel,
                 "fallbacks": counts.fallbacks,
                 "errors": counts.errors,
@@ -69,7 +74,7 @@ def _of_operator(name: str, found: list[Process]) -> dict[str, Any]:
             }
             fallbacks.update(counts.fallbacks)
         elif counts.compiled:
-            bypassed.append(label(process))
+            bypassed.append(label)
     return {
         "kernel": sum(of["kernel"] for of in each.values()),
         "fallbacks": dict(fallbacks),
@@ -94,13 +99,13 @@ def parts(facts: dict[str, Any]) -> Iterator[Part]:
         for process in facts["processes"]
     ]
     yield Table(columns, rows, numbers=("operators",))
-    yield GAP
     counted = [
         (name, process, str(of["kernel"]), str(sum(of["fallbacks"].values())), str(of["errors"]), _note(of))
         for name, found in facts["operators"].items()
         for process, of in [*found["processes"].items(), *[("all", found)] * (len(found["processes"]) > 1)]
     ]
     if counted:
+        yield GAP
         columns = ("operator", "process", "kernel", "fallbacks", "errors", "note")
         yield Table(columns, counted, numbers=("kernel", "fallbacks", "errors"), labels=2)
         yield Text(EXPLANATION, "dim")

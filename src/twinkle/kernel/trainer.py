@@ -84,7 +84,7 @@ class TwinkleKernelCallback(TrainerCallback):
         calls = sum(row.calls for row in rows)
         numbers = {"kernel_calls": calls, "kernel_fallbacks": sum(sum(row.fallbacks.values()) for row in rows)}
         logs |= numbers
-        if state.log_history:  # the trainer has put a copy there before it called
+        if state.log_history and "loss" in state.log_history[-1]:  # the trainer has put a copy there before it called
             state.log_history[-1] |= numbers
 
     def on_train_end(
