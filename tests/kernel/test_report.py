@@ -362,14 +362,10 @@ def test_an_op_without_backends_is_marked(qwen3: nn.Module, key: str, value: Ker
     assert row["unimplemented"] is expected
 
 
-def test_a_default_entry_that_waits_for_its_backends_is_marked() -> None:
+def test_a_default_entry_that_waits_for_its_backends_is_marked(own_registry: None) -> None:
+    del get_op("moe_experts").implementations["npu"]
     rows = {row.op: row for row in plan(presets.build("qwen3_moe")).rows if row.state != "unused"}
-    assert [op for op, row in rows.items() if row.unimplemented] == [
-        "moe_experts",
-        "moe_block",
-        "sdpa_attention",
-        "fla",
-    ]
+    assert rows["moe_experts"].unimplemented and not rows["rms_norm"].unimplemented
     (npu,) = rows["moe_experts"].to_dict()["tried"]
     assert npu["reasons"] == [
         {

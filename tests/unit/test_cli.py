@@ -188,7 +188,7 @@ def test_plan_reads_a_folder_and_a_file_like_the_preset(saved_configs: Callable[
 def test_plan_prints_reasons_hidden_entries_and_what_is_not_covered() -> None:
     text = run("plan", "tiny:qwen3_vl", "--backend", "torch").output
     assert "qwen3_vl.Qwen3VLTextRMSNorm" in text
-    assert "torch for swiglu: not registered (registered: triton, liger, inductor)" in text
+    assert "torch for swiglu: not registered (registered: npu, triton, liger, inductor)" in text
     assert (
         "would install" in text
         and "installed" not in text
