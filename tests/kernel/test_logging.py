@@ -58,7 +58,7 @@ def test_every_row_is_logged_at_its_level(caplog: pytest.LogCaptureFixture, name
     assert len(info) == len(installed) and len(warnings) == len(kept) + 1
     for line, row in zip(info, installed, strict=True):
         where = "for the whole process" if row.scope == "process" else f"on {row.instances} instances"
-        assert row.target.endswith(line.partition(":")[0].split(".", 1)[1]) and f"by loopback, {where}" in line
+        assert row.target.endswith(line.partition(":")[0].split(".", 1)[-1]) and f"by loopback, {where}" in line
     assert "this model has nothing that these entries name" in warnings[-1] and "more" in warnings[-1]
     assert len(warnings[-1]) < 400
     unkernelize(model)

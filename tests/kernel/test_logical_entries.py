@@ -53,7 +53,9 @@ def test_sdpa_where_a_file_has_a_registry_entry_of_its_own(monkeypatch: pytest.M
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", sdpa_attention_forward)
     model = presets.build("llama", attn_implementation="sdpa")
     kernelize(model, {"sdpa": KernelChoice("sdpa_attention", ("mine",))})
-    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is attention
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"].twinkle_router.served_by == ("sdpa_attention", "mine")
+    model(**presets.inputs(model))
+    assert calls == ["attention"] * 2 and report(model).row("sdpa").calls == 2
     assert unkernelize(model).patches == 2
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
 

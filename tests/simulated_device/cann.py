@@ -265,4 +265,3 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "npu_moe_token_unpermute_grad": moe_token_unpermute_grad,
     "npu_grouped_matmul": grouped_matmul,
 }
-"""Operator -> what it computes; takes tensors on the device, returns some on the CPU."""

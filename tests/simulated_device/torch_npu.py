@@ -1,9 +1,9 @@
 """A stand-in for the package ``torch_npu`` on the simulated NPU: the published functions, of which some are computed.
 
 Every operator of the published wheel is defined by its schema, so a call with a wrong name, order, type or number of
-arguments fails as it would on the chip. Those of :mod:`tests.simulated_device.cann` compute, on the CPU; a call of any
-other raises NotImplementedError. None is differentiable: the wheel publishes backward operators, but not which forward
-calls them, so a gradient that isn't made of published calls would be proved by nothing.
+arguments fails as it would on the chip. Those of :data:`FUNCTIONS` compute, on the CPU; a call of any other
+raises NotImplementedError. None is differentiable: the wheel publishes backward operators, but not which forward calls
+them, so a gradient that isn't made of published calls would be proved by nothing.
 """
 
 from __future__ import annotations
@@ -18,10 +18,17 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
-from tests.simulated_device import cann
+from tests.simulated_device import cann, cann_attention
 
 VERSION = "2.14.0"
 SCHEMAS = Path(__file__).with_name(f"torch_npu_{VERSION}.txt")
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **cann.FUNCTIONS,
+    "npu_fusion_attention": cann_attention.fusion_attention,
+    "npu_fusion_attention_grad": cann_attention.fusion_attention_grad,
+}
+"""Operator -> what it computes; takes tensors on the device, returns some on the CPU."""
 
 calls: Counter[str] = Counter()
 """How often each operator was called."""
@@ -37,7 +44,7 @@ def make() -> types.ModuleType:
     for line in SCHEMAS.read_text(encoding="utf-8").splitlines()[1:]:
         library.define(line)
         names.append(line.partition("(")[0])
-    for name, function in cann.FUNCTIONS.items():
+    for name, function in FUNCTIONS.items():
         library.impl(name, _computed(name, function), "PrivateUse1")
         library.impl(name, _without_gradient(name), "AutogradPrivateUse1")
     module = types.ModuleType("torch_npu", "Stands in for the vendor's plug-in.")

@@ -41,11 +41,12 @@ def test_verify_judges_each_entry_alone_and_all_together() -> None:
     norm, together = by_target["Qwen3RMSNorm"], by_target["all together"]
     assert (norm["verdict"], norm["backends"], norm["sites"], norm["calls"]) == ("ok", ["torch"], 9, 27)
     assert 0 < norm["used"] <= 1 and norm["worst"].startswith(("gradient of ", "logits"))
-    assert by_target["sdpa"]["verdict"] == "not installed"
-    assert by_target["sdpa"]["rows"][0]["tried"][0]["backend"] == "torch"
+    assert (by_target["sdpa"]["verdict"], by_target["sdpa"]["sites"]) == ("ok", 2)
+    assert by_target["fla"]["verdict"] == "not installed"
+    assert by_target["fla"]["rows"][0]["tried"][0]["backend"] == "torch"
     shown = run("verify", "tiny:qwen3", "--backend", "torch", "--device", "cpu").output
-    assert "no backend that the chain names exists yet for sdpa_attention, fla\n" in shown and "\nsdpa " not in shown
-    assert "Entries: 2 ok, 1 not installed." in shown
+    assert "no backend that the chain names exists yet for fla" in shown and "\nfla " not in shown
+    assert "Entries: 3 ok, 1 not installed." in shown
     assert together["sites"] == sum(entry["sites"] for entry in facts["entries"] if entry is not together)
     assert modeling_qwen3.apply_rotary_pos_emb is rotary
 
