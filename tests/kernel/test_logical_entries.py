@@ -64,7 +64,7 @@ def test_sdpa_without_a_layer_that_uses_it_is_a_row_and_no_change() -> None:
     model = presets.build("llama", attn_implementation="eager")
     kernelize(model, {"sdpa": KernelChoice("sdpa_attention", ("mine",))})
     row = report(model).row("sdpa")
-    assert (row.state, row.instances) == ("refused", 0)
+    assert (row.state, row.instances) == ("unused", 0)
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
 
 
@@ -84,4 +84,4 @@ def test_fla_rebinds_the_functions_of_the_model_s_own_file() -> None:
 def test_fla_on_a_model_without_such_layers_is_a_row() -> None:
     model = presets.build("llama")
     kernelize(model, {"fla": KernelChoice("fla", ("mine",))})
-    assert report(model).row("fla").state == "refused"
+    assert report(model).row("fla").state == "unused"

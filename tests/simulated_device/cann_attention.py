@@ -1,4 +1,4 @@
-"""torch_npu's attention and its gradient on the CPU, and what the chip refuses of it as far as that is published."""
+"""torch_npu's attention, with its gradient, and gated delta rule on the CPU, and what the chip is known to refuse."""
 
 from __future__ import annotations
 
@@ -140,3 +140,35 @@ def _weights(
         scores = scores.masked_fill(masked.cpu().bool(), float("-inf"))
     kept = torch.rand(scores.shape, generator=torch.Generator().manual_seed(seed)) < keep
     return scores.softmax(-1), kept / keep
+
+
+def chunk_gated_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    beta: torch.Tensor | None = None,
+    initial_state: torch.Tensor | None = None,
+    actual_seq_lengths: torch.Tensor | None = None,
+    scale: float | None = None,
+    g: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Documents one after the other, ``[T, H, D]``. That a state is ``[V, K]`` isn't published."""
+    assert beta is not None and initial_state is not None and g is not None and scale is not None, "isn't simulated"
+    require(query.dtype == torch.bfloat16, f"query of {query.dtype}")
+    one_dtype(query, key, value, beta, initial_state)
+    require(query.dim() == 3 and g.dtype == torch.float32, "[T, H, D], and g in fp32")
+    assert actual_seq_lengths is not None
+    require(actual_seq_lengths.dtype == torch.int32, f"lengths of {actual_seq_lengths.dtype}")
+    q, k, v, rate, decay = (wide(tensor) for tensor in (query, key, value, beta, g))
+    outs, states, at = [], [], 0
+    for length, start in zip(actual_seq_lengths.tolist(), wide(initial_state), strict=True):
+        state = start
+        for t in range(at, at + length):
+            state = state * decay[t].exp()[:, None, None]
+            learned = rate[t][:, None] * (v[t] - (state * k[t][:, None]).sum(-1))
+            state = state + learned[..., None] * k[t][:, None]
+            outs.append((state * q[t][:, None]).sum(-1) * scale)
+        states.append(state)
+        at += length
+    return torch.stack(outs).to(value.dtype), torch.stack(states).to(value.dtype)

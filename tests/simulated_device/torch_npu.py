@@ -27,6 +27,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **cann.FUNCTIONS,
     "npu_fusion_attention": cann_attention.fusion_attention,
     "npu_fusion_attention_grad": cann_attention.fusion_attention_grad,
+    "npu_chunk_gated_delta_rule": cann_attention.chunk_gated_delta_rule,
 }
 """Operator -> what it computes; takes tensors on the device, returns some on the CPU."""
 

@@ -20,4 +20,5 @@ register_op(
         ),
     },
     installer=lazy_import(f"{_HERE}.installer:install"),
+    concerns=lazy_import(f"{_HERE}.installer:uses_sdpa"),
 )

@@ -25,7 +25,7 @@ def install(model: nn.Module, target: Any, impl: Any) -> int:
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    layers = sum(_uses_sdpa(module) for module in model.modules())
+    layers = sum(uses_sdpa(module) for module in model.modules())
     places: list[MutableMapping[str, Any]] = [type(ALL_ATTENTION_FUNCTIONS)._global_mapping]
     if KEY in ALL_ATTENTION_FUNCTIONS._local_mapping:
         places.append(ALL_ATTENTION_FUNCTIONS._local_mapping)
@@ -50,6 +50,7 @@ def _function_for(place: MutableMapping[str, Any], impl: Any) -> Any:
     return router.around(impl, getattr(impl, "accepts_call", None), None)
 
 
-def _uses_sdpa(module: nn.Module) -> bool:
+def uses_sdpa(module: nn.Module) -> bool:
+    """Whether a module is an attention layer that looks its function up under the key."""
     is_attention = type(module).__name__.endswith("Attention")
     return is_attention and getattr(getattr(module, "config", None), "_attn_implementation", None) == KEY
