@@ -240,7 +240,11 @@ def grouped_matmul(
     rows = [slice(sum(counts[:i]), sum(counts[: i + 1])) for i in range(len(counts))]
     if group_type == 2:  # groups of what is summed over
         require(a.t().is_contiguous() and b.is_contiguous(), "x isn't the transpose of rows")
-        return [torch.stack([wide(a)[:, one] @ wide(b)[one] for one in rows]).to(a.dtype)]
+        products = [wide(a)[:, one] @ wide(b)[one] for one in rows]
+        # Whether the product of no rows is written at all isn't published.
+        undefined = torch.full_like(products[0], float("nan"))
+        written = [product if count else undefined for product, count in zip(products, counts, strict=True)]
+        return [torch.stack(written).to(a.dtype)]
     require(group_type == 0 and b.dim() == 3 and len(b) == len(counts), f"group_type {group_type}")
     require(a.is_contiguous() and b.is_contiguous(), "a tensor that isn't contiguous")
     require(b.shape[1] == a.shape[1], f"{tuple(a.shape)} times {tuple(b.shape)}")

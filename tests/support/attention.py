@@ -11,12 +11,22 @@ from typing import Any, NamedTuple
 import torch
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from twinkle.kernel.ops.sdpa_attention import reference
+from twinkle.kernel.exact import KeepFloat64
 from twinkle.kernel.verify import allowed_error_used
 
 HEADS, CHANNELS, BATCH = 4, 16, 2
 
-MASKS = ("none", "boolean", "additive", "graded", "sliding", "rows without keys", "bias", "bias and mask")
+MASKS = (
+    "none",
+    "boolean",
+    "additive",
+    "graded",
+    "sliding",
+    "rows without keys",
+    "bias",
+    "bias and mask",
+    "bias and numbers",
+)
 LENGTHS = ((1, 1), (1, 9), (7, 7), (5, 9))
 
 
@@ -76,7 +86,7 @@ def call(case: Case, dtype: torch.dtype, device: str, seed: int = 0) -> tuple[tu
     lowest = torch.finfo(dtype).min
     if case.mask in ("none", "bias"):
         mask = None
-    elif case.mask == "additive":
+    elif case.mask in ("additive", "bias and numbers"):
         mask = torch.zeros(kept.shape, dtype=dtype).masked_fill(~kept, lowest).to(device)
     elif case.mask == "graded":
         mask = (torch.arange(keys) - at)[None, None].to(device, dtype) * 0.5
@@ -115,12 +125,9 @@ def _judged_once(function: Any, case: Case, given: tuple[tuple[torch.Tensor, ...
     runs = [
         _run(lambda *t, **o: function(module_for(case), *t, **o)[0], tensors, options),
         _run(lambda *t, **o: eager(case, t, o), tensors, options),
-        _run(
-            lambda *t, **o: reference.original(module_for(case), *t, compute_dtype=torch.float64, **o)[0],
-            tuple(t.double() for t in tensors),
-            exact_options,
-        ),
     ]
+    with KeepFloat64():
+        runs.append(_run(lambda *t, **o: eager(case, t, o), tuple(t.double() for t in tensors), exact_options))
     names = ["output", "query", "key", "value", *(["position_bias"] if "position_bias" in options else [])]
     found = {name: tensors for name, *tensors in zip(names, *runs, strict=True)}
     return {name: _share(*tensors, size=found["value"][2].norm()) for name, tensors in found.items()}
