@@ -26,10 +26,13 @@ VLLM_STAMP := $(VLLM_VENV)/.stamp-vllm
 # The workers share the cores: one thread for each, or they fight.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS)
 
+# What has a target of its own.
+ELSEWHERE := --ignore=tests/interpreter --ignore=tests/cookbook --ignore=tests/npu
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv demo test test-interpreter test-aten test-aten-long test-cookbook test-slow test-vllm ops-packaging \
+.PHONY: help venv demo test test-interpreter test-aten test-aten-long test-npu test-cookbook test-slow test-vllm ops-packaging \
     unit-tests docs-and-syntax lint types coverage clean distclean
 
 help:
@@ -38,6 +41,7 @@ help:
 	@echo "make test-interpreter  only the tests that run Triton kernels on the CPU (TRITON_INTERPRET=1)"
 	@echo "make test-aten         the tests of the ATen level again, on simulated devices and with Triton interpreted"
 	@echo "make test-aten-long    many random calls of every ATen operator, compared with PyTorch's own"
+	@echo "make test-npu          the backends for Ascend NPUs, on a simulated one"
 	@echo "make test-cookbook     the training scripts: tiny models in two processes on the CPU"
 	@echo "make test-slow         the tests that 'make test' leaves out: whole models through interpreted kernels, families in use"
 	@echo "make test-vllm         ATen operators in a real vLLM; the first call installs vLLM's CPU build (3.5 GB) in .venv-vllm"
@@ -150,6 +154,10 @@ test-aten-long: $(TEST_STAMP)
 	done
 	@TWINKLE_TEST_EXAMPLES=1000 TRITON_INTERPRET=1 $(PYTEST) tests/aten/test_properties.py
 
+# Its coverage is its own: of the npu backends' files every line has to run.
+test-npu: $(TEST_STAMP)
+	@TWINKLE_TEST_DEVICE=npu $(PYTEST) tests/npu --cov --cov-config=tests/npu/coverage.ini
+
 # The scripts start processes of their own, each with its threads.
 test-cookbook: $(TEST_STAMP)
 	@OMP_NUM_THREADS=1 $(PY) -m pytest tests/cookbook
@@ -170,10 +178,10 @@ test-vllm: $(VLLM_STAMP)
 # Whole models through interpreted Triton kernels; every family copied, adapted, compiled, hooked, in parallel.
 test-slow: $(TEST_STAMP)
 	@TRITON_INTERPRET=1 $(PYTEST) tests/interpreter -m slow
-	@$(PYTEST) tests --ignore=tests/interpreter --ignore=tests/cookbook -m slow
+	@$(PYTEST) tests $(ELSEWHERE) -m slow
 
 test: test-interpreter
-	@$(PYTEST) tests --ignore=tests/interpreter --ignore=tests/cookbook -m "not slow" \
+	@$(PYTEST) tests $(ELSEWHERE) -m "not slow" \
 	    --cov --cov-append --cov-report=term-missing:skip-covered --cov-fail-under=90
 
 lint: $(TEST_STAMP)

@@ -53,7 +53,9 @@ def test_sdpa_where_a_file_has_a_registry_entry_of_its_own(monkeypatch: pytest.M
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", sdpa_attention_forward)
     model = presets.build("llama", attn_implementation="sdpa")
     kernelize(model, {"sdpa": KernelChoice("sdpa_attention", ("mine",))})
-    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is attention
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"].twinkle_router.served_by == ("sdpa_attention", "mine")
+    model(**presets.inputs(model))
+    assert calls == ["attention"] * 2 and report(model).row("sdpa").calls == 2
     assert unkernelize(model).patches == 2
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
 
@@ -62,7 +64,7 @@ def test_sdpa_without_a_layer_that_uses_it_is_a_row_and_no_change() -> None:
     model = presets.build("llama", attn_implementation="eager")
     kernelize(model, {"sdpa": KernelChoice("sdpa_attention", ("mine",))})
     row = report(model).row("sdpa")
-    assert (row.state, row.instances) == ("refused", 0)
+    assert (row.state, row.instances) == ("unused", 0)
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
 
 
@@ -82,4 +84,4 @@ def test_fla_rebinds_the_functions_of_the_model_s_own_file() -> None:
 def test_fla_on_a_model_without_such_layers_is_a_row() -> None:
     model = presets.build("llama")
     kernelize(model, {"fla": KernelChoice("fla", ("mine",))})
-    assert report(model).row("fla").state == "refused"
+    assert report(model).row("fla").state == "unused"

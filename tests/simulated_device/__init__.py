@@ -1,8 +1,9 @@
 """A PrivateUse1 device without hardware: memory and arithmetic are the CPU's, everything else is a device of its own.
 
 ``load("npu")`` or ``load("mlu")`` makes it this process's out-of-tree device (one name per process, as with a vendor's
-plug-in, in whose place a module of the plug-in's name stands). It proves routing, layouts, dtypes and gradients, not a
-chip's numerics or speed.
+plug-in, in whose place a module of the plug-in's name stands; for ``npu`` with the published functions, see
+:mod:`tests.simulated_device.torch_npu`). It proves routing, layouts, dtypes and gradients, not a chip's numerics or
+speed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import sys
 import tempfile
 import types
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -40,21 +40,18 @@ def load(name: str = "npu") -> None:
     torch.utils.rename_privateuse1_backend(name)
     torch._register_device_module(name, _device_module(name))
     torch.utils.generate_methods_for_privateuse1_backend()
+    sys.modules[PLUGINS[name]] = _plugin(name)
+
+
+def _plugin(name: str) -> types.ModuleType:
+    """What stands in the place of the vendor's package."""
+    if name == "npu":
+        from tests.simulated_device import torch_npu
+
+        return torch_npu.make()
     plugin = types.ModuleType(PLUGINS[name], "Stands in for the vendor's plug-in.")
-    plugin.__getattr__ = _missing_function  # type: ignore[method-assign]
     plugin.__spec__ = importlib.machinery.ModuleSpec(PLUGINS[name], None)
-    sys.modules[PLUGINS[name]] = plugin
-
-
-def _missing_function(name: str) -> Any:
-    """Libraries import the vendor's functions wherever the device is there; they may, but they can't call them."""
-    if not name.startswith("npu_"):
-        raise AttributeError(name)
-
-    def function(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(f"the simulated device has no {name}")
-
-    return function
+    return plugin
 
 
 def load_mlu() -> None:

@@ -10,8 +10,12 @@
 #include <ATen/ops/_local_scalar_dense.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/convolution.h>
+#include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/histc.h>
 #include <ATen/ops/set_native.h>
+#include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_as_complex_native.h>
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
@@ -174,6 +178,49 @@ at::Tensor& where(const at::Tensor& condition, const at::Tensor& self, const at:
   return out;
 }
 
+// A convolution goes to an operator that out-of-tree devices are to override, not to the fallback.
+at::Tensor convolution(
+    const at::Tensor& input,
+    const at::Tensor& weight,
+    const std::optional<at::Tensor>& bias,
+    c10::IntArrayRef stride,
+    c10::IntArrayRef padding,
+    c10::IntArrayRef dilation,
+    bool transposed,
+    c10::IntArrayRef output_padding,
+    int64_t groups) {
+  std::optional<at::Tensor> summand;
+  if (bias.has_value() && bias->defined()) summand = on_cpu(*bias);
+  return at::convolution(
+             on_cpu(input), on_cpu(weight), summand, stride, padding, dilation, transposed, output_padding, groups)
+      .to(DEVICE);
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
+    const at::Tensor& grad,
+    const at::Tensor& input,
+    const at::Tensor& weight,
+    c10::IntArrayRef stride,
+    c10::IntArrayRef padding,
+    c10::IntArrayRef dilation,
+    bool transposed,
+    c10::IntArrayRef output_padding,
+    int64_t groups,
+    std::array<bool, 3> wanted) {
+  std::vector<int64_t> bias{transposed ? weight.size(1) * groups : weight.size(0)};
+  auto [dinput, dweight, dbias] = at::convolution_backward(
+      on_cpu(grad), on_cpu(input), on_cpu(weight), bias, stride, padding, dilation, transposed, output_padding, groups,
+      wanted);
+  auto back = [](const at::Tensor& found) { return found.defined() ? found.to(DEVICE) : found; };
+  return {back(dinput), back(dweight), back(dbias)};
+}
+
+// Of integers too, which CPUs don't count.
+at::Tensor histogram(const at::Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
+  auto values = on_cpu(self);
+  return at::histc(values.to(c10::kDouble), bins, min, max).to(values.scalar_type()).to(DEVICE);
+}
+
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   at::native::cpu_fallback(op, stack);
 }
@@ -190,7 +237,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage_storage_offset", set_storage);
   m.impl("resize_", at::native::resize_);
   m.impl("where.self_out", where);
+  m.impl("convolution_overrideable", convolution);
+  m.impl("convolution_backward_overrideable", convolution_backward);
+  m.impl("histc", histogram);
   m.impl("as_strided", at::native::as_strided_tensorimpl);
+  m.impl("unfold", at::native::unfold);
   m.impl("view", at::native::view);
   m.impl("view_as_complex", at::native::view_as_complex);
   m.impl("view_as_real", at::native::view_as_real);

@@ -21,7 +21,7 @@ _CHAINS: dict[str, tuple[str, ...]] = {
     "moe_experts": ("npu", "triton"),
     "moe_block": ("npu",),
     "sdpa_attention": ("npu",),
-    "fla": ("npu", "fla"),
+    "fla": ("fla", "npu"),  # torch_npu's rule has no gradient
 }
 
 # (op, prefix of the family's name) -> backends, instead of _CHAINS[op]. The qwen3_5 rotaries turn a quarter of the

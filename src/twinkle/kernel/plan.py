@@ -303,6 +303,11 @@ def _entry(key: Any, value: Any, index: ModelIndex) -> EntryPlan:
     entry.target = target
     if target.kind == "logical":
         _check_logical(key, value, entry.installer)
+        concerns = registry.get_op(value.op).concerns
+        modules = (module for found in index.by_class.values() for _, module in found)
+        if concerns is not None and not any(map(concerns, modules)):
+            entry.state = "unused"
+            entry.reason = None if default else Reason("unused", "nothing in this model is what its op serves")
         return entry
     if not isinstance(value, (KernelChoice, HubRef)):
         _check_direct_kind(target, value)

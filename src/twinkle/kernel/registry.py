@@ -58,6 +58,8 @@ class OpDefinition:
         reference: dotted path (``module`` or ``module:attribute``) of the op's maths (see :mod:`twinkle.kernel.ops`);
             it tells what a site computes and serves the judge and the backends that exist for every op.
         scope: what the op's installer changes: functions of the whole ``process``, or the ``model`` alone.
+        concerns: of an op with an installer, whether a module is one that its kernels would serve; without it every
+            model may have one.
     """
 
     name: str
@@ -65,6 +67,7 @@ class OpDefinition:
     installer: Callable[..., int | None] | None = None
     reference: str | None = None
     scope: Literal["process", "model"] = "process"
+    concerns: Callable[[Any], bool] | None = None
 
     def load_reference(self) -> Any:
         """What says what the op means, imported on first use; None when the op has no reference."""
@@ -125,13 +128,14 @@ def register_op(
     installer: Callable[..., int | None] | None = None,
     reference: str | None = None,
     scope: Literal["process", "model"] = "process",
+    concerns: Callable[[Any], bool] | None = None,
 ) -> OpDefinition:
     """Makes an op known.
 
     Args:
         name: what :class:`KernelChoice` calls it.
         implementations: backend key -> implementation; others may follow with :func:`register_backend`.
-        installer, reference, scope: see :class:`OpDefinition`.
+        installer, reference, scope, concerns: see :class:`OpDefinition`.
 
     Raises:
         ValueError: the name exists already, or an argument is of the wrong kind; nothing was registered.
@@ -143,7 +147,7 @@ def register_op(
         raise ValueError(f"op {name!r}: implementations must map backend names to KernelImpl, got {implementations!r}")
     if name in _OPS:
         raise ValueError(f"op {name!r} is already registered; add a backend to it with register_backend({name!r}, …)")
-    definition = OpDefinition(name, {}, installer, reference, scope)
+    definition = OpDefinition(name, {}, installer, reference, scope, concerns)
     for backend, impl in implementations.items():
         _check_impl(name, backend, impl)
         definition.implementations[backend] = impl

@@ -20,6 +20,11 @@ register_op(
     "swiglu",
     reference=f"{_HERE}.reference:SWIGLU",
     implementations={
+        "npu": KernelImpl(
+            lazy_import(f"{_HERE}.npu:load"),
+            lazy_import(f"{_HERE}.npu:available_silu"),
+            lazy_import(f"{_HERE}.npu:accepts"),
+        ),
         "triton": _TRITON,
         "liger": KernelImpl(
             lazy_import(f"{_HERE}.liger:load"),
@@ -33,6 +38,11 @@ register_op(
     "geglu",
     reference=f"{_HERE}.reference:GEGLU",
     implementations={
+        "npu": KernelImpl(
+            lazy_import(f"{_HERE}.npu:load"),
+            lazy_import(f"{_HERE}.npu:available_gelu"),
+            lazy_import(f"{_HERE}.npu:accepts"),
+        ),
         "triton": _TRITON,
         "liger": KernelImpl(
             lazy_import(f"{_HERE}.liger:load"),

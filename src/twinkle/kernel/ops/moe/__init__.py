@@ -10,6 +10,11 @@ register_op(
     "moe_experts",
     reference=f"{_HERE}.experts_reference",
     implementations={
+        "npu": KernelImpl(
+            lazy_import(f"{_HERE}.npu:load"),
+            lazy_import(f"{_HERE}.npu:available"),
+            lazy_import(f"{_HERE}.npu:accepts"),
+        ),
         "triton": KernelImpl(
             lazy_import(f"{_HERE}.triton:load"),
             lazy_import("twinkle.kernel.ops.triton_support:available"),
@@ -44,6 +49,11 @@ register_op(
     "moe_block",
     reference=f"{_HERE}.block_reference",
     implementations={
+        "npu": KernelImpl(
+            lazy_import(f"{_HERE}.npu:load_block"),
+            lazy_import(f"{_HERE}.npu:available_block"),
+            lazy_import(f"{_HERE}.npu:accepts_block"),
+        ),
         "triton": KernelImpl(
             lazy_import(f"{_HERE}.triton_block:load"),
             lazy_import("twinkle.kernel.ops.triton_support:available"),

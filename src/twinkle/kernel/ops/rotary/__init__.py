@@ -5,12 +5,14 @@ from __future__ import annotations
 from twinkle.kernel.registry import KernelImpl, lazy_import, register_op
 
 _HERE = "twinkle.kernel.ops.rotary"
+_NPU = lazy_import(f"{_HERE}.npu:available")
 _LIGER = lazy_import(f"{_HERE}.liger:available")
 
 register_op(
     "rotary",
     reference=f"{_HERE}.reference",
     implementations={
+        "npu": KernelImpl(lazy_import(f"{_HERE}.npu:load"), _NPU, lazy_import(f"{_HERE}.npu:accepts")),
         "triton": KernelImpl(
             lazy_import(f"{_HERE}.triton:load"),
             lazy_import("twinkle.kernel.ops.triton_support:available"),
@@ -25,4 +27,10 @@ register_op(
     },
 )
 
-register_op("multimodal_rotary", reference=f"{_HERE}.multimodal_reference", implementations={})
+register_op(
+    "multimodal_rotary",
+    reference=f"{_HERE}.multimodal_reference",
+    implementations={
+        "npu": KernelImpl(lazy_import(f"{_HERE}.npu:load_multimodal"), _NPU, lazy_import(f"{_HERE}.npu:accepts")),
+    },
+)

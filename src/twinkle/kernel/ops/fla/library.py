@@ -1,0 +1,121 @@
+"""The ``fla`` backend: flash-linear-attention's Triton kernels, on NVIDIA GPUs and Ascend NPUs."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from twinkle.environment import switch
+from twinkle.kernel.ops.fla.calls import functions
+from twinkle.platforms import platform_of
+from twinkle.reasons import Reason
+
+if TYPE_CHECKING:
+    from twinkle.kernel.targets import Site
+
+DEVICES = ("cuda", "npu")
+ON_NPU = "TWINKLE_NPU_FLA"
+"""The switch that, when off, leaves gated delta-nets on an NPU to transformers' own functions."""
+
+RULES = "fla.ops.gated_delta_rule"
+CONVOLUTIONS = ("fla.modules.causal_conv1d", "fla.modules.convolution")
+"""Where the convolution is, in newer and in older versions."""
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def available() -> tuple[bool, Reason | None]:
+    """Whether a device is here that the library's kernels run on, the package, and its functions.
+
+    The package is imported, which takes seconds, only when a device is there: it imports on a CPU, but runs nothing.
+    """
+    if not any(platform_of(kind) for kind in DEVICES):
+        return False, Reason("no-device", f"flash-linear-attention needs {' or '.join(DEVICES)}", _way_out())
+    if importlib.util.find_spec("fla") is None:
+        hint = "pip install --no-deps flash-linear-attention fla-core einops"
+        return False, Reason("no-package", "the package flash-linear-attention is not installed", hint)
+    try:
+        _functions()
+    except Exception as error:
+        return False, Reason.of_error(error, "broken-package", "importing flash-linear-attention")
+    return True, None
+
+
+def _way_out() -> str | None:
+    """What to do where transformers will call the library although it can't run."""
+    if importlib.util.find_spec("fla") is None:
+        return None
+    return (
+        "transformers calls it here all the same, since it is installed, and fails: uninstall it, or map "
+        "'fla' to KernelChoice('fla', ('torch',))"
+    )
+
+
+def _functions() -> tuple[Any, Any, Any]:
+    rules = importlib.import_module(RULES)
+    for name in CONVOLUTIONS:
+        try:
+            convolutions = importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+        return rules.chunk_gated_delta_rule, rules.fused_recurrent_gated_delta_rule, convolutions.causal_conv1d
+    raise ModuleNotFoundError(f"none of {', '.join(CONVOLUTIONS)}")
+
+
+def accepts(site: Site) -> Reason | None:
+    """A model on a device that the kernels run on."""
+    kind = site.device.type
+    if kind not in DEVICES:
+        return Reason("device", f"flash-linear-attention runs on {' and '.join(DEVICES)}, not on {kind}", _way_out())
+    return switched_off(site)
+
+
+def switched_off(site: Site) -> Reason | None:
+    """The reason of a site on an NPU while the switch is off."""
+    if site.device.type == "npu" and not switch(ON_NPU, True):
+        return Reason("switched-off", f"{ON_NPU} is off", f"unset {ON_NPU}")
+    return None
+
+
+def load(target: Any) -> dict[str, Callable[..., Any]]:
+    """Functions by name; the library wants the convolution's input as ``[B, T, D]``."""
+    chunk, fused_recurrent, convolve = _functions()
+
+    def rule(function: Any) -> Any:
+        def call(query, key, value, g, beta, state, wanted, normalised, bounds):  # type: ignore[no-untyped-def]
+            return function(
+                query,
+                key,
+                value,
+                g=g,
+                beta=beta,
+                initial_state=state,
+                output_final_state=wanted,
+                use_qk_l2norm_in_kernel=normalised,
+                cu_seqlens=bounds,
+            )
+
+        return call
+
+    def convolution(x, weight, bias, activation, bounds):  # type: ignore[no-untyped-def]
+        x = x.transpose(1, 2).contiguous()
+        out, _ = convolve(x=x, weight=weight, bias=bias, activation=activation, cu_seqlens=bounds)
+        return out.transpose(1, 2)
+
+    return functions(rule(chunk), rule(fused_recurrent), convolution, _reason, _reason)
+
+
+def _reason(*tensors: torch.Tensor | None) -> str | None:
+    """Why a call isn't for the library's kernels; the first tensor says where and in what."""
+    first = tensors[0]
+    assert first is not None
+    if first.device.type not in DEVICES:
+        return f"the tensors are on {first.device.type}"
+    if first.dtype not in DTYPES:
+        return "the dtype is none of bf16, fp16, fp32"
+    return None

@@ -1,0 +1,63 @@
+"""The ``torch`` backend of ``sdpa_attention``: ``F.scaled_dot_product_attention``, by transformers' rules.
+
+Unlike transformers' own function it adds a graded mask as it is on an Ascend NPU too, where theirs makes it boolean,
+and a row without any key is the mean of all values, as in eager attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from twinkle.kernel.ops.sdpa_attention.inputs import (
+    additive,
+    call_reason,
+    inputs_of,
+    mean_of_values,
+    repeated,
+    without_empty_rows,
+)
+
+WIDEST = 256
+"""Up to this many channels the fused kernels of PyTorch share heads of keys themselves."""
+
+
+def load(target: Any) -> Callable[..., Any]:
+    """A function with the signature of transformers'."""
+
+    def torch_attention(  # type: ignore[no-untyped-def]
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout=0.0,
+        scaling=None,
+        is_causal=None,
+        position_bias=None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, None]:
+        given = inputs_of(module, query, key, value, attention_mask, scaling, is_causal, position_bias)
+        key, value, groups = given.key, given.value, given.groups
+        mask, empty = (None, None) if given.mask is None else without_empty_rows(given.mask)
+        if mask is not None and mask.dtype != torch.bool:
+            mask = additive(mask, query.dtype)
+        # With a mask PyTorch would take the unfused path for shared heads.
+        shared = groups > 1 and mask is None and key.shape[-1] == value.shape[-1] <= WIDEST
+        if not shared:
+            key, value = repeated(key, groups), repeated(value, groups)
+        out = F.scaled_dot_product_attention(
+            query, key, value, mask, dropout, given.causal, scale=given.scale, enable_gqa=shared
+        )
+        if empty is not None:
+            out = torch.where(empty, mean_of_values(given.value, groups), out)
+        return out.transpose(1, 2).contiguous(), None
+
+    def accepts_call(module, query, key, value, attention_mask, *args, **kwargs) -> str | None:  # type: ignore[no-untyped-def]
+        return call_reason(query, key, attention_mask, kwargs)
+
+    torch_attention.accepts_call = accepts_call  # type: ignore[attr-defined]
+    return torch_attention

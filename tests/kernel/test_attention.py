@@ -1,0 +1,141 @@
+"""``sdpa_attention`` by PyTorch's function: every kind of call against transformers' eager attention; and installed."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from tests.support.attention import CASES, call, judged, module_for
+from twinkle import presets
+from twinkle.kernel import KernelChoice, kernelize
+from twinkle.kernel.ops.sdpa_attention import torch as backend
+from twinkle.kernel.ops.sdpa_attention.inputs import UNSERVED
+from twinkle.kernel.report import report
+from twinkle.kernel.undo import unkernelize
+from twinkle.kernel.verify import compare_models
+
+attention = backend.load(None)
+CHOICE = {"sdpa": KernelChoice("sdpa_attention", ("torch",))}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+def test_every_kind_of_call(dtype: torch.dtype) -> None:
+    """Output and gradients."""
+    used = {case: judged(attention, case, dtype, "cpu") for case in CASES}
+    assert {case: shares for case, shares in used.items() if max(shares.values()) > 1} == {}
+
+
+@pytest.mark.parametrize("as_numbers", [False, True])
+def test_a_row_without_keys_is_the_mean_of_the_values(as_numbers: bool) -> None:
+    """As in eager attention, the values' gradient too; PyTorch's own function has other ones."""
+    query, key, value = (torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3))
+    mask = torch.zeros(1, 1, 5, 5, dtype=torch.bool)
+    mask[:, :, 1:] = True
+    given = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min) if as_numbers else mask
+    out, _ = attention(types.SimpleNamespace(is_causal=True), query, key, value, given)
+    torch.testing.assert_close(out[:, 0], value.mean(2))
+    gradients = torch.autograd.grad(out[:, 0].sum(), (query, key, value))
+    torch.testing.assert_close(gradients[2], torch.full_like(value, 1 / 5))
+    assert not gradients[0].any() and not gradients[1].any()
+
+
+def test_a_graded_mask_is_not_made_boolean() -> None:
+    """As one of -inf and 0 might be."""
+    (case,) = (case for case in CASES if case == ("graded", (None, True), 1, (7, 7)))
+    tensors, options = call(case, torch.float32, "cpu")
+    graded, _ = attention(module_for(case), *tensors, **options)
+    flat, _ = attention(module_for(case), *tensors, **options | {"attention_mask": options["attention_mask"] == 0})
+    assert (graded - flat).abs().max() > 0.1
+
+
+def test_its_result_has_the_layout_that_layers_expect() -> None:
+    query = torch.randn(2, 4, 5, 16)
+    out, weights = attention(types.SimpleNamespace(is_causal=True), query, query, query, None)
+    assert out.shape == (2, 5, 4, 16) and out.is_contiguous() and weights is None
+
+
+def test_a_static_cache_is_longer_than_what_is_written() -> None:
+    """Keys behind the queries are left out in the first step, a mask wider than the keys is cut."""
+    module, query, keys = types.SimpleNamespace(is_causal=True), torch.randn(1, 2, 4, 8), torch.randn(1, 2, 9, 8)
+    bias, garbage = torch.randn(1, 2, 4, 9), keys.clone()
+    garbage[:, :, 4:] = float("nan")
+    for options in ({}, {"position_bias": bias}):
+        expected = attention(module, query, keys, keys, None, **options)[0]
+        assert torch.equal(attention(module, query, garbage, garbage, None, **options)[0], expected)
+    wide = torch.ones(1, 1, 4, 12, dtype=torch.bool)
+    assert torch.equal(
+        attention(module, query, keys, keys, wide)[0], attention(module, query, keys, keys, wide[..., :9])[0]
+    )
+
+
+def test_dropout_drops() -> None:
+    torch.manual_seed(0)
+    ones = torch.ones(1, 1, 64, 8)
+    out, _ = attention(types.SimpleNamespace(is_causal=False), torch.randn(1, 1, 64, 8), ones, ones, None, dropout=0.5)
+    assert out.std() > 0.01 and abs(out.mean() - 1) < 0.1
+
+
+@pytest.mark.parametrize("name", UNSERVED)
+def test_what_it_has_no_part_in_is_left_to_the_original(name: str) -> None:
+    query = torch.randn(1, 2, 3, 8)
+    arguments = (None, query, query, query, None)
+    reason = attention.accepts_call(*arguments, **{name: torch.ones(2) if name == "s_aux" else 30.0})
+    assert reason == UNSERVED[name] and attention.accepts_call(*arguments, **{name: None}) is None
+
+
+@pytest.mark.parametrize(
+    ("key", "mask", "words"),
+    [
+        (torch.randn(1, 3, 3, 8), None, "queries and keys of"),
+        (torch.randn(2, 3, 8), None, "queries and keys of"),
+        (torch.randn(1, 2, 3, 8), torch.ones(3, 3), "four dimensions"),
+    ],
+)
+def test_shapes_that_it_does_not_take(key: torch.Tensor, mask: Any, words: str) -> None:
+    assert words in attention.accepts_call(None, torch.randn(1, 2, 3, 8), key, key, mask)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2_5_vl"])
+def test_installed_counted_and_undone(name: str) -> None:
+    original, model = (presets.build(name, attn_implementation="sdpa") for _ in range(2))
+    kernelize(model, CHOICE, verify=True)
+    row = report(model).row("sdpa")
+    assert (row.state, row.backend, row.scope, row.verified) == ("installed", "torch", "process", True)
+    comparisons = compare_models(original, model, presets.inputs(model), presets.loss)
+    assert max(c.used for c in comparisons) <= 1
+    assert row.calls >= (row.instances or 0) > 0 and row.fallbacks == {} and row.errors == 0
+    assert unkernelize(model).not_undone == ()
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
+
+
+def test_two_models_share_it_and_another_backend_is_refused() -> None:
+    first, second, third = (presets.build("llama", attn_implementation="sdpa") for _ in range(3))
+    for model in (first, second):
+        kernelize(model, CHOICE)
+        assert report(model).row("sdpa").state == "installed"
+    kernelize(third, {"sdpa": KernelChoice("sdpa_attention", ("inductor",))})
+    assert report(third).row("sdpa").state == "refused"
+    assert "already carries another kernel" in report(third).row("sdpa").why()
+    first(**presets.inputs(first))
+    assert report(first).row("sdpa").calls == report(second).row("sdpa").calls == 2, "they count together"
+    assert unkernelize(first).shared
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward
+    unkernelize(second)
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
+
+
+def test_a_soft_cap_goes_to_transformers_and_is_counted() -> None:
+    model = presets.build("gemma2", attn_implementation="sdpa")
+    kernelize(model, CHOICE)
+    model(**presets.inputs(model))
+    row = report(model).row("sdpa")
+    assert row.calls == 0 and row.fallbacks == {UNSERVED["softcap"]: 2}
+    unkernelize(model)

@@ -1,0 +1,122 @@
+"""Precision of a training step of Qwen3.5, dense and MoE, with flash-linear-attention against PyTorch, in bf16.
+
+It needs an NVIDIA GPU or an Ascend NPU and the library; elsewhere it is collected and not run:
+
+    TWINKLE_PRECISION_JSON=out.json python -m pytest tests/transformers/test_qwen35_fla_bwd_precision.py
+
+The file that it writes then has the differences.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from twinkle import presets
+from twinkle.kernel import KernelChoice, kernelize
+from twinkle.kernel.ops.fla import library, npu
+from twinkle.kernel.report import report
+from twinkle.kernel.undo import unkernelize
+from twinkle.platforms import platform_of
+
+DEVICE = next((kind for kind in library.DEVICES if platform_of(kind) is not None), None)
+CAN_TRAIN, WHY_NOT = library.available()
+RESULT = "TWINKLE_PRECISION_JSON"
+
+LOSS, LOGITS, GRADIENTS, TOTAL = 5e-3, 2e-2, 5e-3, 0.25
+"""Limits: of the loss's difference, of the mean difference of logits and of gradients, and of the relative difference
+of the total norm of the gradients. They are those that such a comparison of this model is published with."""
+
+MODELS = {"qwen3_5": "dense", "qwen3_5_moe": "MoE"}
+LENGTHS, SEEDS = (64, 256), (0, 1)
+
+
+def step(model: Any, given: dict[str, torch.Tensor], backend: str) -> dict[str, Any]:
+    """Loss, logits and gradients with the gated delta-nets by a backend."""
+    kernelize(model, {"fla": KernelChoice("fla", (backend,))}, strict=True)
+    model.zero_grad(set_to_none=True)
+    outputs = model(**given)
+    loss = presets.loss(outputs)
+    loss.backward()
+    row = report(model).row("fla")
+    assert (row.backend, row.fallbacks, row.errors) == (backend, {}, 0) and row.calls
+    gradients = {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
+    unkernelize(model)
+    return {"loss": loss.item(), "logits": outputs.logits.detach().float(), "gradients": gradients}
+
+
+def total(gradients: dict[str, torch.Tensor]) -> float:
+    return float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
+
+
+def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
+    gradients = [(ours["gradients"][name] - g).abs().mean() for name, g in theirs["gradients"].items()]
+    norms = total(ours["gradients"]), total(theirs["gradients"])
+    return {
+        "loss": abs(ours["loss"] - theirs["loss"]),
+        "logits": float((ours["logits"] - theirs["logits"]).abs().mean()),
+        "gradients": float(max(gradients)),
+        "total": abs(norms[0] - norms[1]) / norms[1],
+    }
+
+
+def note(found: dict[str, Any]) -> None:
+    """Adds a result to the file that the environment names, if any."""
+    if path := os.environ.get(RESULT):
+        file = Path(path)
+        known = json.loads(file.read_text()) if file.exists() else []
+        file.write_text(json.dumps([*known, found], indent=1) + "\n")
+
+
+@pytest.mark.skipif(not CAN_TRAIN, reason=f"not run: {WHY_NOT}")
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_training_step(name: str, length: int, seed: int) -> None:
+    """Beside it the library's distance from fp32 is noted, and PyTorch's own in bf16."""
+    assert DEVICE is not None
+    model = presets.build(name, dtype=torch.bfloat16, device=DEVICE, seed=seed)
+    given = presets.inputs(model, length=length, seed=seed, device=DEVICE)
+    ours, theirs = step(model, given, "fla"), step(model, given, "torch")
+    wide = presets.build(name, dtype=torch.bfloat16, device=DEVICE, seed=seed).float()
+    right = step(wide, {k: v.float() if v.is_floating_point() else v for k, v in given.items()}, "torch")
+    found = differences(ours, theirs)
+    device = torch.cuda.get_device_name() if DEVICE == "cuda" else DEVICE
+    what = {"model": f"Qwen3.5 {MODELS[name]}", "length": length, "seed": seed, "device": device}
+    note(
+        {
+            **what,
+            "fla to torch": found,
+            "fla to fp32": differences(ours, right),
+            "torch to fp32": differences(theirs, right),
+        }
+    )
+    assert found["loss"] <= LOSS and found["logits"] <= LOGITS, found
+    assert found["gradients"] <= GRADIENTS and found["total"] <= TOTAL, found
+
+
+CAN_INFER, WHY_NOT_INFER = npu.available()
+
+
+@pytest.mark.skipif(not CAN_INFER, reason=f"not run: {WHY_NOT_INFER}")
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_forward_by_torch_npu(name: str, length: int) -> None:
+    """Its rule has no gradient."""
+    model = presets.build(name, dtype=torch.bfloat16, device="npu")
+    given = presets.inputs(model, length=length, device="npu")
+    logits = {}
+    for backend in ("npu", "torch"):
+        kernelize(model, {"fla": KernelChoice("fla", (backend,))}, strict=True)
+        with torch.no_grad():
+            logits[backend] = model(**given).logits.float()
+        assert report(model).row("fla").calls
+        unkernelize(model)
+    assert float((logits["npu"] - logits["torch"]).abs().mean()) <= LOGITS
