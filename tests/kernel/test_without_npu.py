@@ -16,17 +16,20 @@ from twinkle.reasons import Reason
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch_npu") is not None, reason="torch_npu is installed")
 
+OPS = sorted({choice.op for choice in DEFAULT_KERNEL_CONFIG.values() if "npu" in choice.backends})
+
 
 @pytest.mark.parametrize("name", ["llama", "gemma", "qwen3_moe", "qwen3_5_moe"])
 def test_every_row_says_why_not(name: str) -> None:
     rows = [row for row in plan(presets.build(name, device="meta")).rows if row.state != "unused"]
+    rows = [row for row in rows if row.op in OPS]
     assert len(rows) >= 4
     for row in rows:
         tried = next(tried for tried in row.tried if tried.backend == "npu")
         assert [reason.text for reason in tried.reasons] == ["the package torch_npu is not installed"], row.target
 
 
-@pytest.mark.parametrize("op", sorted({choice.op for choice in DEFAULT_KERNEL_CONFIG.values()}))
+@pytest.mark.parametrize("op", OPS)
 def test_an_op_alone(op: str) -> None:
     impl = get_impl(op, "npu")
     reason = impl if isinstance(impl, Reason) else availability(impl)

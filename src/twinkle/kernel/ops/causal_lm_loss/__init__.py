@@ -6,6 +6,7 @@ that hands its logits to an ``autograd.Function`` of its own, or to TorchScript,
 
 from __future__ import annotations
 
+from twinkle.kernel.ops.backends import TRITON, backend
 from twinkle.kernel.registry import KernelImpl, lazy_import, register_op
 
 _HERE = "twinkle.kernel.ops.causal_lm_loss"
@@ -13,10 +14,8 @@ _HERE = "twinkle.kernel.ops.causal_lm_loss"
 register_op(
     "causal_lm_loss",
     implementations={
-        "triton": KernelImpl(
-            lazy_import(f"{_HERE}.ours:load_triton"), lazy_import("twinkle.kernel.ops.triton_support:available")
-        ),
-        "liger": KernelImpl(lazy_import(f"{_HERE}.liger:load"), lazy_import(f"{_HERE}.liger:available")),
+        "triton": backend(f"{_HERE}.ours", load="load_triton", available=TRITON, accepts=None),
+        "liger": backend(f"{_HERE}.liger", accepts=None),
         "torch": KernelImpl(lazy_import(f"{_HERE}.ours:load_torch"), lambda: (True, None)),
     },
     installer=lazy_import(f"{_HERE}.installer:install"),

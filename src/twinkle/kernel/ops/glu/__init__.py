@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from twinkle.kernel.registry import KernelImpl, lazy_import, register_op
+from twinkle.kernel.ops.backends import TRITON, backend
+from twinkle.kernel.registry import register_op
 
 _HERE = "twinkle.kernel.ops.glu"
-_TRITON = KernelImpl(
-    lazy_import(f"{_HERE}.triton:load"),
-    lazy_import("twinkle.kernel.ops.triton_support:available"),
-    lazy_import(f"{_HERE}.triton:accepts"),
-)
+_TRITON = backend(f"{_HERE}.triton", available=TRITON)
 
 # No torch backend: PyTorch has no fused kernel for the product, and its operators can't be arranged to win. The best
 # arrangement, an autograd.Function that works in place where it may, took 14.7 ms where the original's
@@ -20,17 +17,9 @@ register_op(
     "swiglu",
     reference=f"{_HERE}.reference:SWIGLU",
     implementations={
-        "npu": KernelImpl(
-            lazy_import(f"{_HERE}.npu:load"),
-            lazy_import(f"{_HERE}.npu:available_silu"),
-            lazy_import(f"{_HERE}.npu:accepts"),
-        ),
+        "npu": backend(f"{_HERE}.npu", available="available_silu"),
         "triton": _TRITON,
-        "liger": KernelImpl(
-            lazy_import(f"{_HERE}.liger:load"),
-            lazy_import(f"{_HERE}.liger:available_silu"),
-            lazy_import(f"{_HERE}.liger:accepts"),
-        ),
+        "liger": backend(f"{_HERE}.liger", available="available_silu"),
     },
 )
 
@@ -38,16 +27,8 @@ register_op(
     "geglu",
     reference=f"{_HERE}.reference:GEGLU",
     implementations={
-        "npu": KernelImpl(
-            lazy_import(f"{_HERE}.npu:load"),
-            lazy_import(f"{_HERE}.npu:available_gelu"),
-            lazy_import(f"{_HERE}.npu:accepts"),
-        ),
+        "npu": backend(f"{_HERE}.npu", available="available_gelu"),
         "triton": _TRITON,
-        "liger": KernelImpl(
-            lazy_import(f"{_HERE}.liger:load"),
-            lazy_import(f"{_HERE}.liger:available_gelu"),
-            lazy_import(f"{_HERE}.liger:accepts"),
-        ),
+        "liger": backend(f"{_HERE}.liger", available="available_gelu"),
     },
 )

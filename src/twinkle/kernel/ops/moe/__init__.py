@@ -2,46 +2,25 @@
 
 from __future__ import annotations
 
-from twinkle.kernel.registry import KernelImpl, lazy_import, register_op
+from twinkle.kernel.ops.backends import TORCH, TRITON, backend
+from twinkle.kernel.registry import register_op
 
 _HERE = "twinkle.kernel.ops.moe"
+
+register_op(
+    "moe_router",
+    reference=f"{_HERE}.router_reference",
+    implementations={"triton": backend(f"{_HERE}.triton_router", available=TRITON)},
+)
 
 register_op(
     "moe_experts",
     reference=f"{_HERE}.experts_reference",
     implementations={
-        "npu": KernelImpl(
-            lazy_import(f"{_HERE}.npu:load"),
-            lazy_import(f"{_HERE}.npu:available"),
-            lazy_import(f"{_HERE}.npu:accepts"),
-        ),
-        "triton": KernelImpl(
-            lazy_import(f"{_HERE}.triton:load"),
-            lazy_import("twinkle.kernel.ops.triton_support:available"),
-            lazy_import(f"{_HERE}.triton:accepts"),
-        ),
-        "torch": KernelImpl(
-            lazy_import(f"{_HERE}.torch:load"),
-            lazy_import("twinkle.kernel.ops.torch_support:available"),
-            lazy_import(f"{_HERE}.torch:accepts"),
-        ),
-        "liger": KernelImpl(
-            lazy_import(f"{_HERE}.liger:load"),
-            lazy_import(f"{_HERE}.liger:available"),
-            lazy_import(f"{_HERE}.liger:accepts"),
-        ),
-    },
-)
-
-register_op(
-    "moe_router",
-    reference=f"{_HERE}.router_reference",
-    implementations={
-        "triton": KernelImpl(
-            lazy_import(f"{_HERE}.triton_router:load"),
-            lazy_import("twinkle.kernel.ops.triton_support:available"),
-            lazy_import(f"{_HERE}.triton_router:accepts"),
-        ),
+        "npu": backend(f"{_HERE}.npu"),
+        "triton": backend(f"{_HERE}.triton", available=TRITON),
+        "torch": backend(f"{_HERE}.torch", available=TORCH),
+        "liger": backend(f"{_HERE}.liger"),
     },
 )
 
@@ -49,15 +28,7 @@ register_op(
     "moe_block",
     reference=f"{_HERE}.block_reference",
     implementations={
-        "npu": KernelImpl(
-            lazy_import(f"{_HERE}.npu:load_block"),
-            lazy_import(f"{_HERE}.npu:available_block"),
-            lazy_import(f"{_HERE}.npu:accepts_block"),
-        ),
-        "triton": KernelImpl(
-            lazy_import(f"{_HERE}.triton_block:load"),
-            lazy_import("twinkle.kernel.ops.triton_support:available"),
-            lazy_import(f"{_HERE}.triton_block:accepts"),
-        ),
+        "npu": backend(f"{_HERE}.npu", load="load_block", available="available_block", accepts="accepts_block"),
+        "triton": backend(f"{_HERE}.triton_block", available=TRITON),
     },
 )

@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-from twinkle.kernel.registry import KernelImpl, lazy_import, register_op
+from twinkle.kernel.ops.backends import TORCH, TRITON, backend
+from twinkle.kernel.registry import register_op
 
 _HERE = "twinkle.kernel.ops.rotary"
-_NPU = lazy_import(f"{_HERE}.npu:available")
-_LIGER = lazy_import(f"{_HERE}.liger:available")
 
 register_op(
     "rotary",
     reference=f"{_HERE}.reference",
     implementations={
-        "npu": KernelImpl(lazy_import(f"{_HERE}.npu:load"), _NPU, lazy_import(f"{_HERE}.npu:accepts")),
-        "triton": KernelImpl(
-            lazy_import(f"{_HERE}.triton:load"),
-            lazy_import("twinkle.kernel.ops.triton_support:available"),
-            lazy_import(f"{_HERE}.triton:accepts"),
-        ),
-        "liger": KernelImpl(lazy_import(f"{_HERE}.liger:load"), _LIGER, lazy_import(f"{_HERE}.liger:accepts")),
-        "torch": KernelImpl(
-            lazy_import(f"{_HERE}.torch:load"),
-            lazy_import("twinkle.kernel.ops.torch_support:available"),
-            lazy_import(f"{_HERE}.torch:accepts"),
-        ),
+        "npu": backend(f"{_HERE}.npu"),
+        "triton": backend(f"{_HERE}.triton", available=TRITON),
+        "liger": backend(f"{_HERE}.liger"),
+        "torch": backend(f"{_HERE}.torch", available=TORCH),
     },
 )
 
 register_op(
     "multimodal_rotary",
     reference=f"{_HERE}.multimodal_reference",
-    implementations={
-        "npu": KernelImpl(lazy_import(f"{_HERE}.npu:load_multimodal"), _NPU, lazy_import(f"{_HERE}.npu:accepts")),
-    },
+    implementations={"npu": backend(f"{_HERE}.npu", load="load_multimodal")},
 )

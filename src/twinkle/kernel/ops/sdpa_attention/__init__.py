@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from twinkle.kernel.registry import KernelImpl, lazy_import, register_op
+from twinkle.kernel.ops.backends import TORCH, backend
+from twinkle.kernel.registry import lazy_import, register_op
 
 _HERE = "twinkle.kernel.ops.sdpa_attention"
 
@@ -10,14 +11,8 @@ register_op(
     "sdpa_attention",
     reference=f"{_HERE}.reference",
     implementations={
-        "npu": KernelImpl(
-            lazy_import(f"{_HERE}.npu:load"),
-            lazy_import(f"{_HERE}.npu:available"),
-            lazy_import(f"{_HERE}.npu:accepts"),
-        ),
-        "torch": KernelImpl(
-            lazy_import(f"{_HERE}.torch:load"), lazy_import("twinkle.kernel.ops.torch_support:available")
-        ),
+        "npu": backend(f"{_HERE}.npu"),
+        "torch": backend(f"{_HERE}.torch", available=TORCH, accepts=None),
     },
     installer=lazy_import(f"{_HERE}.installer:install"),
     concerns=lazy_import(f"{_HERE}.installer:uses_sdpa"),
