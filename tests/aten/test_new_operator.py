@@ -134,6 +134,16 @@ def test_cases_that_pytorch_refuses_are_told_of(tmp_path: Path) -> None:
     assert "  # No scalar: its tensors have other numbers of dimensions." in product.read_text()
 
 
+def test_conditions_leave_to_pytorch_what_it_refuses(tmp_path: Path) -> None:
+    """``add`` takes tensors of two dtypes and of any number of dimensions; a product of matrices neither."""
+    product = (scaffold.make(torch.ops.aten.mm.default, tmp_path) / "register.py").read_text()
+    assert "        one_dtype((0, 1), lambda t: (t, beside(t, t.shape[1], 5))),\n" in product
+    assert '        dimensions(0, "self", 2, lambda t: (t, beside(t, t.shape[1], 5))),\n' in product
+    assert '        dimensions(1, "mat2", 2, lambda t: (beside(t, 3, t.shape[0]), t)),\n' in product
+    total = (scaffold.make(torch.ops.aten.add.Tensor, tmp_path) / "register.py").read_text()
+    assert "one_dtype" not in total and "dimensions" not in total
+
+
 def test_where_no_call_is_found_the_line_to_write_is_named(tmp_path: Path) -> None:
     """``upsample_nearest2d`` wants four dimensions, and a size to come to."""
     package = scaffold.make(torch.ops.aten.upsample_nearest2d.default, tmp_path)
