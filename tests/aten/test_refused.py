@@ -1,8 +1,9 @@
-"""The op level comes upon calls that PyTorch refuses and a kernel takes."""
+"""What the op level comes upon beside the numbers: calls that PyTorch refuses, and what a kernel leaves behind."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -25,6 +26,51 @@ def test_a_missing_condition_is_noticed_and_its_place_named(chip: Profile) -> No
     assert problems[0].startswith("silu/contiguous/float32/0, self in int64: no exception, natively ")
     assert re.search(r"; the kernel must not take it: conditions= is at silu/register.py:\d+$", problems[0])
     assert op_level.run(replace(silu, kernels=kernels), chip).problems == []
+
+
+def drawing(result: torch.Tensor) -> torch.Tensor:
+    torch.rand(1)
+    return result
+
+
+def without_gradients(result: torch.Tensor) -> torch.Tensor:
+    torch.set_grad_enabled(False)
+    return result
+
+
+def in_double(result: torch.Tensor) -> torch.Tensor:
+    torch.set_default_dtype(torch.float64)
+    return result
+
+
+def as_a_parameter(result: torch.Tensor) -> torch.Tensor:
+    return torch.nn.Parameter(result, requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("fault", "problem"),
+    [
+        (drawing, "changes in the process: ['random numbers of cpu'"),
+        (without_gradients, "changes in the process: ['gradients'], natively []"),
+        (in_double, "changes in the process: ['default dtype'], natively []"),
+        (as_a_parameter, "type: Parameter, natively Tensor"),
+    ],
+)
+def test_what_a_kernel_leaves_behind_is_noticed(
+    fault: Callable[[torch.Tensor], torch.Tensor], problem: str, chip: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ops.silu.kernel import torch_level
+
+    right = torch_level.silu_torch
+    monkeypatch.setattr(torch_level, "silu_torch", lambda self: fault(right(self)))
+    silu = catalog.operator("silu")
+    dtype = torch.get_default_dtype()
+    try:
+        with torch.enable_grad():
+            outcome = op_level.run(replace(silu, kernels={"torch": silu.kernels["torch"]}), chip)
+    finally:
+        torch.set_default_dtype(dtype)
+    assert any(problem in found for found in outcome.problems), outcome.problems
 
 
 @pytest.mark.parametrize(
