@@ -26,6 +26,37 @@ pytestmark = pytest.mark.skipif(INTERPRETED or DEVICE != "cpu", reason="what is 
 COPIES: list[Callable[[Any], Any]] = [copy.copy, copy.deepcopy, pickle.dumps, lambda handle: copy.deepcopy([handle])]
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_a_closed_handle_is_not_entered(several: bool, clone: OperatorSpec) -> None:
+    handle = install(["clone"], platform="cpu") if several else clone.register_a1(platform="cpu")
+    assert not handle.closed
+    with handle:
+        assert not handle.closed
+    assert handle.closed
+    with pytest.raises(RegistrationError, match="it isn't made again by entering it .register anew.") as error:
+        handle.__enter__()
+    assert error.value.code == "closed" and active() == []
+
+
+def test_an_operator_that_is_named_twice_is_one() -> None:
+    with install(["clone", "copy_", "clone"], platform="cpu") as installed:
+        assert list(installed.registrations) == ["clone", "copy_"]
+
+
+def test_an_operator_that_was_made_but_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ops
+
+    made = tmp_path / "brandnew" / "__init__.py"
+    made.parent.mkdir()
+    made.touch()
+    monkeypatch.setattr(ops, "__path__", [*ops.__path__, str(tmp_path)])
+    with pytest.raises(RegistrationError, match="^brandnew: no such operator; known: ") as error:
+        catalog.operator("brandnew")
+    assert f"({made} is there, but no entry point names it: pip install -e . --no-deps)" in str(error.value)
+    with pytest.raises(RegistrationError, match=r"^clon: .*did you mean 'clone'\?$"):
+        catalog.operator("clon")
+
+
 @pytest.mark.parametrize("copied", COPIES)
 @pytest.mark.parametrize("several", [False, True])
 def test_a_handle_has_no_copies(copied: Callable[[Any], Any], several: bool, clone: OperatorSpec) -> None:

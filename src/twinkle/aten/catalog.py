@@ -60,7 +60,7 @@ def operator(name: str) -> OperatorSpec:
     if not entries:
         known = names()
         text = f"no such operator; known: {', '.join(known) or 'none'}{did_you_mean(str(name), known)}"
-        raise RegistrationError(str(name), Reason("unknown-operator", text))
+        raise RegistrationError(str(name), Reason("unknown-operator", text, _not_installed(str(name))))
     module, _, attribute = entries[0].value.partition(":")
     try:
         spec = getattr(importlib.import_module(module), attribute)
@@ -92,6 +92,18 @@ def _place(package: str) -> str | None:
     if found is None:
         return None
     return found.origin or next(iter(found.submodule_search_locations or ()), None)
+
+
+def _not_installed(operator: str) -> str | None:
+    """Where an operator's folder lies beside known ones, though no entry point names it: it was made just now."""
+    for package in sorted({entry.module.partition(".")[0] for entry in metadata.entry_points(group=GROUP)}):
+        try:
+            found = importlib.util.find_spec(f"{package}.{operator}") if operator.isidentifier() else None
+        except (ImportError, ValueError):  # a foreign package of that name
+            continue
+        if found is not None:
+            return f"{found.origin} is there, but no entry point names it: pip install -e . --no-deps"
+    return None
 
 
 def _first_error(operators: Sequence[str]) -> str | None:
