@@ -394,8 +394,9 @@ def ops_run(
     The kernel level compares each kernel with the operator's reference. The op
     level registers it and compares everything that a caller could notice with
     PyTorch's own. The framework level trains and runs a small Qwen3 with and
-    without it, in processes of their own; with --engine vllm a real vLLM generates
-    with and without all of the operators, in an environment that has vLLM.
+    without it, in processes of their own; with --engine vllm a real vLLM
+    generates with and without all of the operators, in an environment that has
+    vLLM.
 
     The exit code is 1 when a check failed and 3 when nothing could be run.
 
