@@ -93,6 +93,15 @@ def test_one_mistake_is_one_line() -> None:
     ]
 
 
+def test_a_kernel_that_was_not_run_is_told_of_beside_what_passed() -> None:
+    facts = {"triton": "not run: no GPU", "torch": "3 cases", "triton of add_backward": "not run: no GPU"}
+    outcomes = [Outcome(name, "kernel", "cpu", 5, facts=facts).to_dict() for name in ("add", "mul")]
+    *_, last = plain(
+        as_table([*outcomes, Outcome("add", "op", "cpu", 1, facts={"kernel": 3}).to_dict()], 200)
+    ).splitlines()
+    assert last.strip() == "triton kernel of add, add_backward, mul: not run: no GPU"
+
+
 def test_operators_are_grouped_by_what_a_model_must_be() -> None:
     specs = [catalog.operator(name) for name in catalog.names()]
     found = framework_level.groups([spec for spec in specs if spec.by_design is None])
