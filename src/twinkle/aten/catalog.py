@@ -61,15 +61,22 @@ def operator(name: str) -> OperatorSpec:
         known = names()
         text = f"no such operator; known: {', '.join(known) or 'none'}{did_you_mean(str(name), known)}"
         raise RegistrationError(str(name), Reason("unknown-operator", text, _not_installed(str(name))))
-    module, _, attribute = entries[0].value.partition(":")
+    named = sorted({entry.value for entry in entries})
+    if len(named) > 1:  # which comes first is a matter of sys.path
+        text = f"several entry points of that name: {', '.join(named)}"
+        raise RegistrationError(name, Reason("foreign-ops", text, "one distribution brings it"))
+    module, _, attribute = named[0].partition(":")
     try:
         spec = getattr(importlib.import_module(module), attribute)
     except RegistrationError:  # the package was found, and its author told
         raise
-    except Exception as error:  # whatever a package raises that isn't the one that was meant
+    except (Exception, SystemExit) as error:  # whatever a package raises that isn't the one that was meant
         raise RegistrationError(name, _why(module, error)) from error
     if not isinstance(spec, OperatorSpec):
-        raise RegistrationError(name, Reason("foreign-ops", f"{entries[0].value} is no OperatorSpec"))
+        raise RegistrationError(name, Reason("foreign-ops", f"{named[0]} is no OperatorSpec"))
+    if spec.name != name:  # what is asked for by one name would be registered, counted and closed by another
+        text = f"{named[0]} is the OperatorSpec of {spec.name}, which its entry point calls {name}"
+        raise RegistrationError(name, Reason("foreign-ops", text))
     return spec
 
 
@@ -115,7 +122,7 @@ def _first_error(operators: Sequence[str]) -> str | None:
     return None
 
 
-def _why(module: str, error: Exception) -> Reason:
+def _why(module: str, error: BaseException) -> Reason:
     """``ops`` is a name that others use as well: another package of that name may come first on the path."""
     top = module.partition(".")[0]
     where = _place(top) or "anywhere on sys.path"
