@@ -19,7 +19,7 @@ from tests.aten.conftest import DEVICE, INTERPRETED, PROFILE, ROOT
 from twinkle.aten import Home, Profile, catalog
 from twinkle.aten.harness import golden
 from twinkle.aten.harness.cases import cases
-from twinkle.aten.harness.fills import FILLS, normal, special
+from twinkle.aten.harness.fills import FILLS, FLOATING_ONLY, large, normal, special
 from twinkle.aten.spec import OperatorSpec
 
 elsewhere = pytest.mark.skipif(INTERPRETED or DEVICE != "cpu", reason="they are made on the CPU")
@@ -91,6 +91,23 @@ def test_known_numbers() -> None:
     smallest = str(torch.finfo(torch.bfloat16).smallest_normal)
     assert set(map(str, special("y", 99, torch.bfloat16).tolist())) == {"nan", "inf", "-inf", "-0.0", smallest}
     assert set(special("y", 99, torch.bfloat16).view(torch.int16).tolist()) == {0x7FC0, 0x7F80, -0x80, -0x8000, 0x80}
+
+
+@elsewhere
+@pytest.mark.parametrize("name", sorted(set(FILLS) - set(FLOATING_ONLY)))
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.complex64, torch.complex128])
+def test_every_dtype(name: str, dtype: torch.dtype) -> None:
+    made = FILLS[name]("a name", 5, dtype)
+    assert made.shape == (5,) and made.dtype is dtype
+
+
+@elsewhere
+def test_the_largest_number_of_what_has_no_sign_or_two_parts() -> None:
+    assert large("a name", 5, torch.bool).tolist() == [True] * 5
+    assert set(large("a name", 50, torch.complex64).tolist()) == {
+        torch.finfo(torch.float32).max,
+        -torch.finfo(torch.float32).max,
+    }
 
 
 @elsewhere

@@ -64,7 +64,7 @@ def test_a_model(random: bool, chip: Profile, environment: dict[str, str], monke
         ({"preset": "qwen33"}, "the process of the model .* failed: .*qwen33.*; model= is at silu/register.py:20"),
         pytest.param(
             {"hidden_act": "relu"},
-            "silu: the model never reached its kernel; model= is at silu/register.py:20",
+            "the model never reached the kernel of silu; model= is at silu/register.py:20",
             marks=pytest.mark.slow,
         ),
     ],
@@ -91,6 +91,15 @@ def test_one_mistake_is_one_line() -> None:
         f"add: {problems[0]} (and of 3 other calls)",
         "add: no call reached the kernel",
     ]
+
+
+def test_a_kernel_that_was_not_run_is_told_of_beside_what_passed() -> None:
+    facts = {"triton": "not run: no GPU", "torch": "3 cases", "triton of add_backward": "not run: no GPU"}
+    outcomes = [Outcome(name, "kernel", "cpu", 5, facts=facts).to_dict() for name in ("add", "mul")]
+    *_, last = plain(
+        as_table([*outcomes, Outcome("add", "op", "cpu", 1, facts={"kernel": 3}).to_dict()], 200)
+    ).splitlines()
+    assert last.strip() == "triton kernel of add, add_backward, mul: not run: no GPU"
 
 
 def test_operators_are_grouped_by_what_a_model_must_be() -> None:

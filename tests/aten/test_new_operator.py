@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from typer.testing import CliRunner
 
 from tests.aten.conftest import DEVICE, INTERPRETED, ROOT
@@ -67,7 +68,7 @@ def test_what_is_wrong_is_said_by_name(tmp_path: Path) -> None:
     first, *others = [line.strip() for line in done.stdout.splitlines()[3:]]
     assert first.startswith("add: add/contiguous/float32/0, with gradients: served by ['delegated'], should be one of")
     text = " ".join((first, *others))
-    assert "the kernel, which calls the operator itself, is at add/kernel/torch_level.py:12 (and of 79 other" in text
+    assert "the kernel, which calls the operator itself, is at add/kernel/torch_level.py:12 (and of 95 other" in text
     assert len(others) <= 4, "one line for each kind of problem"
     kernel = package / "kernel" / "torch_level.py"
     kernel.write_text(kernel.read_text().replace("return decomposition", "return 1.001 * decomposition"))
@@ -132,6 +133,45 @@ def test_cases_that_pytorch_refuses_are_told_of(tmp_path: Path) -> None:
     assert "  # No scalar, which PyTorch doesn't take: IndexError: Dimension out of range" in gather.read_text()
     product = scaffold.make(torch.ops.aten.mm.default, tmp_path) / "goldendata" / "inputs_spec.yaml"
     assert "  # No scalar: its tensors have other numbers of dimensions." in product.read_text()
+
+
+@pytest.mark.multiprocess
+def test_a_kernel_that_ignores_a_number_is_noticed(tmp_path: Path) -> None:
+    package = scaffold.make(scaffold.overload_of("leaky_relu", None), tmp_path)
+    kernel = package / "kernel" / "torch_level.py"
+    kernel.write_text(kernel.read_text().replace("(self, negative_slope)\n", "(self, 0.01)\n"))
+    done = check(package, "kernel")
+    assert done.returncode == 1 and "leaky_relu: torch leaky_relu/other negative_slope/float32/0: " in done.stdout
+    assert "leaky_relu/contiguous" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("addmm", {"beta": 0.25, "alpha": 0.25}),
+        ("clamp", {"min": 0.25, "max": 0.25}),
+        ("layer_norm", {"eps": 0.25, "cudnn_enable": False}),
+        ("gather", {"sparse_grad": True}),
+        ("silu", {}),
+    ],
+)
+def test_each_argument_has_a_case_with_another_value(name: str, others: dict[str, Any], tmp_path: Path) -> None:
+    package = scaffold.make(getattr(torch.ops.aten, name).default, tmp_path)
+    listed = yaml.safe_load((package / "goldendata" / "inputs_spec.yaml").read_text())["cases"]
+    made = {case["name"]: case["arguments"] for case in listed}
+    found = {case: made[case][case.removeprefix("other ")] for case in made if case.startswith("other ")}
+    assert found == {f"other {argument}": value for argument, value in others.items()}
+    assert all(made["contiguous"].get(argument) != value for argument, value in others.items())
+
+
+def test_conditions_leave_to_pytorch_what_it_refuses(tmp_path: Path) -> None:
+    """``add`` takes tensors of two dtypes and of any number of dimensions; a product of matrices neither."""
+    product = (scaffold.make(torch.ops.aten.mm.default, tmp_path) / "register.py").read_text()
+    assert "        one_dtype((0, 1), lambda t: (t, beside(t, t.shape[1], 5))),\n" in product
+    assert '        dimensions(0, "self", 2, lambda t: (t, beside(t, t.shape[1], 5))),\n' in product
+    assert '        dimensions(1, "mat2", 2, lambda t: (beside(t, 3, t.shape[0]), t)),\n' in product
+    total = (scaffold.make(torch.ops.aten.add.Tensor, tmp_path) / "register.py").read_text()
+    assert "one_dtype" not in total and "dimensions" not in total
 
 
 def test_where_no_call_is_found_the_line_to_write_is_named(tmp_path: Path) -> None:

@@ -107,6 +107,28 @@ def test_a_file_that_is_no_yaml(tmp_path: Path) -> None:
         profile(str(tmp_path / "chip.yaml"))
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("device: meta\ndevice: cpu\n", "'device' is there twice, also in line 1 and below"),
+        ("modes: {clone: native, clone: auto}\n", "'clone' is there twice"),
+        ("name: 2020-13-41\n", "month must be in 1..12"),
+        ("[" * 3000, "maximum recursion depth exceeded"),
+    ],
+)
+def test_what_pyyaml_takes_or_raises_of_its_own(text: str, message: str, tmp_path: Path) -> None:
+    """Of two lines that say one thing it takes the last."""
+    (tmp_path / "chip.yaml").write_text(text)
+    with pytest.raises(ValueError, match=f"chip.yaml is no YAML: .*{message}"):
+        profile(str(tmp_path / "chip.yaml"))
+
+
+@pytest.mark.parametrize("name", [None, 3, Path("chip.yaml")])
+def test_a_name_is_text(name: Any) -> None:
+    with pytest.raises(ValueError, match="a device profile is named, or is a file's path, as text: not "):
+        profile(name)
+
+
 def test_a_file_that_is_no_mapping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 

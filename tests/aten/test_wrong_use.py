@@ -6,8 +6,10 @@ import copy
 import pickle
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from tests.aten.conftest import DEVICE, INTERPRETED, ROOT
 from twinkle.aten import Home, Kernel, NotRegistrableError, RegistrationError, Semantics, catalog, install
 from twinkle.aten.registration import active
 from twinkle.aten.spec import OperatorSpec
+from twinkle.commands.ops import operator_facts
 from twinkle.reasons import Reason
 
 pytestmark = pytest.mark.skipif(INTERPRETED or DEVICE != "cpu", reason="what is wrong is wrong on every device")
@@ -24,6 +27,37 @@ pytestmark = pytest.mark.skipif(INTERPRETED or DEVICE != "cpu", reason="what is 
 # --- handles ----------------------------------------------------------------------------------------------------------
 
 COPIES: list[Callable[[Any], Any]] = [copy.copy, copy.deepcopy, pickle.dumps, lambda handle: copy.deepcopy([handle])]
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_closed_handle_is_not_entered(several: bool, clone: OperatorSpec) -> None:
+    handle = install(["clone"], platform="cpu") if several else clone.register_a1(platform="cpu")
+    assert not handle.closed
+    with handle:
+        assert not handle.closed
+    assert handle.closed
+    with pytest.raises(RegistrationError, match="it isn't made again by entering it .register anew.") as error:
+        handle.__enter__()
+    assert error.value.code == "closed" and active() == []
+
+
+def test_an_operator_that_is_named_twice_is_one() -> None:
+    with install(["clone", "copy_", "clone"], platform="cpu") as installed:
+        assert list(installed.registrations) == ["clone", "copy_"]
+
+
+def test_an_operator_that_was_made_but_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ops
+
+    made = tmp_path / "brandnew" / "__init__.py"
+    made.parent.mkdir()
+    made.touch()
+    monkeypatch.setattr(ops, "__path__", [*ops.__path__, str(tmp_path)])
+    with pytest.raises(RegistrationError, match="^brandnew: no such operator; known: ") as error:
+        catalog.operator("brandnew")
+    assert f"({made} is there, but no entry point names it: pip install -e . --no-deps)" in str(error.value)
+    with pytest.raises(RegistrationError, match=r"^clon: .*did you mean 'clone'\?$"):
+        catalog.operator("clon")
 
 
 @pytest.mark.parametrize("copied", COPIES)
@@ -141,6 +175,53 @@ def test_an_authors_mistake_is_not_another_package(monkeypatch: pytest.MonkeyPat
     with pytest.raises(RegistrationError, match="^clone: no gradient$") as error:
         catalog.operator("clone")
     assert error.value.code == "bad-spec"
+
+
+SILU = "ops.silu.register:SPEC"
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (
+            {"mine": SILU},
+            "^mine: ops.silu.register:SPEC is the OperatorSpec of silu, which its entry point calls mine$",
+        ),
+        ({"silu": SILU, " silu": "theirs:SPEC"}, "^silu: several entry points of that name: ops.silu.*, theirs:SPEC "),
+        ({"silu": SILU, " silu": SILU}, None),
+        ({"mine": "leaves:SPEC"}, "^mine: leaves can't be had from .*leaves.py: SystemExit: 3"),
+    ],
+)
+def test_entry_points_that_mean_something_else(
+    entries: dict[str, str], message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One in two distributions is fine where it means one thing, as of a package that is installed twice."""
+    (tmp_path / "leaves.py").write_text("raise SystemExit(3)")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = [EntryPoint(name.strip(), value, catalog.GROUP) for name, value in entries.items()]
+    monkeypatch.setattr(catalog.metadata, "entry_points", lambda group: found)
+    name = found[0].name
+    if message is None:
+        assert catalog.operator(name).name == name
+    else:
+        with pytest.raises(RegistrationError, match=message):
+            catalog.operator(name)
+
+
+def test_a_kernel_that_cannot_be_imported_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clone: OperatorSpec
+) -> None:
+    (tmp_path / "broken.py").write_text("1 / 0")
+    broken = replace(clone, home=Home.of("brokenhome.register", str(tmp_path / "register.py")))
+    broken = replace(broken, kernels={"torch": Kernel("broken:clone_torch")})
+    monkeypatch.syspath_prepend(tmp_path.parent)
+    monkeypatch.setitem(sys.modules, "brokenhome", types.ModuleType("brokenhome"))
+    sys.modules["brokenhome"].__path__ = [str(tmp_path)]
+    right = catalog.operator
+    monkeypatch.setattr(catalog, "operator", lambda name: broken if name == "clone" else right(name))
+    facts = operator_facts()["operators"]
+    assert facts["clone"]["error"] == "clone: loading it raised ZeroDivisionError: division by zero"
+    assert [name for name, found in facts.items() if found["error"]] == ["clone"]
 
 
 # --- an operator's own files ------------------------------------------------------------------------------------------

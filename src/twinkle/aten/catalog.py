@@ -60,16 +60,23 @@ def operator(name: str) -> OperatorSpec:
     if not entries:
         known = names()
         text = f"no such operator; known: {', '.join(known) or 'none'}{did_you_mean(str(name), known)}"
-        raise RegistrationError(str(name), Reason("unknown-operator", text))
-    module, _, attribute = entries[0].value.partition(":")
+        raise RegistrationError(str(name), Reason("unknown-operator", text, _not_installed(str(name))))
+    named = sorted({entry.value for entry in entries})
+    if len(named) > 1:  # which comes first is a matter of sys.path
+        text = f"several entry points of that name: {', '.join(named)}"
+        raise RegistrationError(name, Reason("foreign-ops", text, "one distribution brings it"))
+    module, _, attribute = named[0].partition(":")
     try:
         spec = getattr(importlib.import_module(module), attribute)
     except RegistrationError:  # the package was found, and its author told
         raise
-    except Exception as error:  # whatever a package raises that isn't the one that was meant
+    except (Exception, SystemExit) as error:  # whatever a package raises that isn't the one that was meant
         raise RegistrationError(name, _why(module, error)) from error
     if not isinstance(spec, OperatorSpec):
-        raise RegistrationError(name, Reason("foreign-ops", f"{entries[0].value} is no OperatorSpec"))
+        raise RegistrationError(name, Reason("foreign-ops", f"{named[0]} is no OperatorSpec"))
+    if spec.name != name:  # what is asked for by one name would be registered, counted and closed by another
+        text = f"{named[0]} is the OperatorSpec of {spec.name}, which its entry point calls {name}"
+        raise RegistrationError(name, Reason("foreign-ops", text))
     return spec
 
 
@@ -94,6 +101,18 @@ def _place(package: str) -> str | None:
     return found.origin or next(iter(found.submodule_search_locations or ()), None)
 
 
+def _not_installed(operator: str) -> str | None:
+    """Where an operator's folder lies beside known ones, though no entry point names it: it was made just now."""
+    for package in sorted({entry.module.partition(".")[0] for entry in metadata.entry_points(group=GROUP)}):
+        try:
+            found = importlib.util.find_spec(f"{package}.{operator}") if operator.isidentifier() else None
+        except (ImportError, ValueError):  # a foreign package of that name
+            continue
+        if found is not None:
+            return f"{found.origin} is there, but no entry point names it: pip install -e . --no-deps"
+    return None
+
+
 def _first_error(operators: Sequence[str]) -> str | None:
     for name in operators:
         try:
@@ -103,7 +122,7 @@ def _first_error(operators: Sequence[str]) -> str | None:
     return None
 
 
-def _why(module: str, error: Exception) -> Reason:
+def _why(module: str, error: BaseException) -> Reason:
     """``ops`` is a name that others use as well: another package of that name may come first on the path."""
     top = module.partition(".")[0]
     where = _place(top) or "anywhere on sys.path"

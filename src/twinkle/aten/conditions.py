@@ -118,6 +118,43 @@ def one_device(places: Sequence[int], call: Call) -> Condition:
     return Condition("device", "all its tensors are on one device", holds, beyond)
 
 
+def one_dtype(places: Sequence[int], call: Call) -> Condition:
+    """That the tensors among some arguments, of which the first two are always given, have one dtype.
+
+    Args:
+        places: their positions in the schema.
+        call: makes a call with a given tensor as the first of them, and others of its dtype.
+    """
+
+    def holds(*values: Any) -> bool:
+        dtype = values[places[0]].dtype
+        return all(values[place] is None or values[place].dtype == dtype for place in places[1:])
+
+    def beyond(device: torch.device) -> tuple[Any, ...]:
+        values = list(call(torch.ones(3, 4, device=device)))
+        values[places[1]] = values[places[1]].bfloat16()
+        return tuple(values)
+
+    return Condition("dtypes", "its tensors have one dtype", holds, beyond)
+
+
+def dimensions(index: int, name: str, count: int, call: Call) -> Condition:
+    """That a tensor argument has so many dimensions.
+
+    Args:
+        index: the argument's position in the schema.
+        name: its name there.
+        call: makes a call with a given tensor as that argument.
+    """
+
+    def beyond(device: torch.device) -> tuple[Any, ...]:
+        values = list(call(torch.ones(3, 4, device=device)))
+        values[index] = values[index][None]
+        return tuple(values)
+
+    return Condition("rank", f"{name} has {count} dimensions", lambda *values: values[index].dim() == count, beyond)
+
+
 def _same_or_cast(to: Any, source: Any, *_: Any) -> bool:
     return to.dtype == source.dtype or (to.dtype in CASTS and source.dtype in CASTS)
 

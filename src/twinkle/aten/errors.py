@@ -31,7 +31,7 @@ class RegistrationError(RuntimeError):
         code: a stable word for programs: ``unknown-platform``, ``unknown-key``, ``refused-key``, ``foreign-key``,
             ``ambiguous-key``, ``no-device``, ``already-registered``, ``schema``, ``unknown-operator``, ``foreign-ops``,
             ``unknown-mode``, ``no-triton``, ``bad-argument``, ``bad-inputs``, ``bad-spec``, ``no-package``, ``kind``,
-            ``exists``.
+            ``exists``, ``closed``.
     """
 
     def __init__(self, operator: str, reason: Reason) -> None:

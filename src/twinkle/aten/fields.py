@@ -1,9 +1,10 @@
-"""What a mapping in a YAML file must hold: checked before anything is made of it, with errors for people."""
+"""YAML files that people write: read, and checked before anything is made of them, with errors for people."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from twinkle.reasons import did_you_mean
@@ -47,6 +48,31 @@ WORD = Field("a word", is_word)
 WORDS = Field("a list of names", is_list_of(is_word))
 MAPPING = Field("a mapping", lambda value: isinstance(value, dict))
 TRUTH = Field("true or false", lambda value: isinstance(value, bool))
+
+
+def read_yaml(file: Path) -> Any:
+    """What a YAML file holds.
+
+    Raises:
+        ValueError: it can't be read, is no YAML, or says one thing twice, of which PyYAML would take the last; the
+            message names the file.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            for name in names:
+                if names.count(name) > 1:
+                    raise ValueError(f"{name!r} is there twice, also in line {node.start_mark.line + 1} and below")
+            return super().construct_mapping(node, deep)
+
+    try:
+        return yaml.load(file.read_text(encoding="utf-8"), Loader)
+    except OSError as error:
+        raise ValueError(f"{file} can't be read: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # of a date, say, that doesn't exist
+        raise ValueError(f"{file} is no YAML: {' '.join(str(error).split())}") from None
 
 
 def check(found: Any, fields: Mapping[str, Field], what: str) -> None:

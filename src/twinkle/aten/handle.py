@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NoReturn, Self
 
+from twinkle.aten.errors import RegistrationError
+from twinkle.reasons import Reason
+
 
 class Handle:
     """Closed when it is left as a context manager; no copy of it exists, since it stands for a state of the process."""
@@ -12,7 +15,14 @@ class Handle:
         """Takes back what it stands for. A second call does nothing."""
         raise NotImplementedError
 
+    @property
+    def closed(self) -> bool:
+        """Whether it was taken back."""
+        raise NotImplementedError
+
     def __enter__(self) -> Self:
+        if self.closed:  # what follows would run without the kernel, and nobody be told
+            raise RegistrationError(repr(self), Reason("closed", "it isn't made again by entering it", "register anew"))
         return self
 
     def __exit__(self, *_: Any) -> None:

@@ -28,6 +28,11 @@ class Installation(Handle):
         self.registrations = registrations
         self.left_out = left_out or {}
 
+    @property
+    def closed(self) -> bool:
+        """Whether something was installed, and all of it taken back."""
+        return bool(self.registrations) and all(each.closed for each in self.registrations.values())
+
     def close(self) -> None:
         """Takes all of them back, the latest first. A second call does nothing."""
         for registration in reversed(self.registrations.values()):
@@ -98,7 +103,7 @@ def _meant(operators: Any) -> list[OperatorSpec]:
     if not isinstance(listed, Collection) or isinstance(listed, Mapping) or not all(isinstance(n, str) for n in listed):
         text = f"operators are a list of names, 'all' or 'auto', not {operators!r}"
         raise RegistrationError("install", Reason("bad-argument", text))
-    return [catalog.operator(name) for name in listed]
+    return [catalog.operator(name) for name in dict.fromkeys(listed)]
 
 
 def _why_not(spec: OperatorSpec, platform: Platform) -> Reason | None:

@@ -10,10 +10,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from twinkle.aten import catalog
-from twinkle.aten.fields import MAPPING, WORD, WORDS, Field, check
+from twinkle.aten.fields import MAPPING, WORD, WORDS, Field, check, read_yaml
 from twinkle.aten.shipped import shipped
 from twinkle.platforms import Platform, get_platform
 from twinkle.reasons import Reason, did_you_mean
@@ -127,8 +126,10 @@ def profile(name: str) -> Profile:
         name: one that ends with ``.yaml`` is a file's.
 
     Raises:
-        ValueError: unknown, the message lists the known ones and the nearest; or see :func:`profiles`.
+        ValueError: no name, or unknown, the message lists the known ones and the nearest; or see :func:`profiles`.
     """
+    if not isinstance(name, str):
+        raise ValueError(f"a device profile is named, or is a file's path, as text: not {name!r}")
     if name.endswith(".yaml"):
         if not Path(name).is_file():
             raise ValueError(f"no such device profile: {name}")
@@ -150,14 +151,7 @@ def _folders() -> list[Path]:
 
 
 def _read(file: Path) -> Profile:
-    import yaml
-
-    try:
-        found: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{file} can't be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is no YAML: {' '.join(str(error).split())}") from None
+    found = read_yaml(file)
     try:
         check(found, _FIELDS, "a device profile")
         optional = {"aliases": tuple(found.get("aliases") or ()), "modes": found.get("modes") or {}}

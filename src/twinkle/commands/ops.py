@@ -7,7 +7,7 @@ from typing import Any
 
 from twinkle.commands.console import CommandError, print_json, progress, show, stdout
 from twinkle.layout import EMPTY_LINE, Block, paragraph, table
-from twinkle.reasons import did_you_mean
+from twinkle.reasons import Reason, did_you_mean
 
 
 def list_operators(*, as_json: bool) -> int:
@@ -41,8 +41,15 @@ def operator_facts() -> dict[str, Any]:
             spec = catalog.operator(name)
             overload = spec.overload
             levels = {p.name: Serving(spec, p).level for p in PLATFORMS.values() if missing[p.name] is None}
-        except RegistrationError as error:
-            operators[name] = {"schema": None, "error": str(error), "by_design": None, "platforms": {}}
+        except (
+            Exception
+        ) as error:  # whatever importing a kernel raises; the other operators are to be seen all the same
+            said = (
+                str(error)
+                if isinstance(error, RegistrationError)
+                else f"{name}: {Reason.of_error(error, 'bad-spec', 'loading it')}"
+            )
+            operators[name] = {"schema": None, "error": said, "by_design": None, "platforms": {}}
             continue
         operators[name] = {
             "schema": spec.schema,

@@ -40,7 +40,9 @@ def zeros(name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
 
 def large(name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
     """The largest number, with both signs where there are both."""
-    if not dtype.is_floating_point:
+    if dtype is torch.bool:
+        return torch.ones(size, dtype=dtype)
+    if not (dtype.is_floating_point or dtype.is_complex):
         return torch.full((size,), torch.iinfo(dtype).max, dtype=dtype)
     signs = _whole(name, size, 2).to(torch.float64) * 2 - 1
     return (signs * torch.finfo(dtype).max).to(dtype)

@@ -83,7 +83,7 @@ def _compare(outcome: Outcome, specs: list[OperatorSpec], profile: Profile, mode
     outcome.check("the loss is not finite", ours["finite"])
     by_name = {spec.name: spec for spec in specs}
     for name, found in ours["operators"].items():
-        never = f"{name}: the model never reached its kernel; {places.of_declaration(by_name[name], 'model')}"
+        never = f"the model never reached the kernel of {name}; {places.of_declaration(by_name[name], 'model')}"
         outcome.check(never, found["kernel"] > 0)
     outcome.facts |= {"device": ours["device"], **ours["operators"]}
 

@@ -80,15 +80,28 @@ def show(outcomes: Sequence[dict[str, Any]]) -> int:
 
 
 def as_table(outcomes: Sequence[dict[str, Any]], width: int) -> Iterator[Block]:
-    """Outcomes as one table; below it what failed, and why something wasn't run."""
+    """Outcomes as one table; below it what failed, and why something wasn't run, kernels of what passed included."""
     names = ("operator", "level", "device", "state", "checks")
     rows = [tuple(str(found[name]) for name in names) for found in outcomes]
     yield from table(names, rows, width, numbers=("checks",))
     notes = [f"{found['operator']}: {problem}" for found in outcomes for problem in _by_kind(found["problems"])]
     notes += dict.fromkeys(found["not_run"] for found in outcomes if found["not_run"])
+    notes += _kernels_not_run(outcomes)
     if notes:
         yield EMPTY_LINE
         yield from (Block(paragraph(note, width, indent=2)) for note in notes)
+
+
+def _kernels_not_run(outcomes: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """By language and reason, the operators whose kernel in it nobody has run here, whatever the others did."""
+    found: dict[tuple[str, str], dict[str, None]] = {}
+    for outcome in outcomes:
+        for kernel, fact in outcome["facts"].items():
+            if isinstance(fact, str) and fact.startswith("not run: "):
+                language, _, part = kernel.partition(" of ")
+                found.setdefault((language, fact), {})[part or outcome["operator"]] = None
+    for (language, fact), operators in found.items():
+        yield f"{language} kernel of {', '.join(operators)}: {fact}"
 
 
 _CALL = re.compile(r"[\w.]+/[^/:]+/\w+/\d+(, [\w ]+)?|(?<![\w.:])\d[\d.e+-]*")

@@ -6,6 +6,7 @@ description may hold: see :mod:`twinkle.aten.harness.cases`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from twinkle.aten.fields import MAPPING, TRUTH, WORD, WORDS, Field, check, is_list_of, is_whole
+from twinkle.aten.fields import MAPPING, TRUTH, WORD, WORDS, Field, check, is_list_of, is_whole, is_word, read_yaml
 from twinkle.aten.harness.fills import FILLS, FLOATING_ONLY
 from twinkle.aten.spec import OperatorSpec
 from twinkle.reasons import did_you_mean
@@ -31,10 +32,15 @@ _SIZES = Field("a list of whole numbers, 0 or more", is_list_of(lambda n: is_who
 _CASES = Field("a list of cases", lambda value: isinstance(value, list) and bool(value))
 _INPUTS = {"operator": WORD, "seeds_per_case": _COUNT, "dtypes": WORDS.or_none(), "cases": _CASES}
 _TIMED = {"operator": WORD, "cases": _CASES}
-_CASE = {"name": WORD, "arguments": MAPPING, "dtypes": WORDS.or_none(), "gradient": TRUTH.or_none()}
+_NAME = Field(
+    "a word of letters, digits, spaces and .,+-",
+    lambda value: is_word(value) and bool(re.fullmatch(r"\w[\w .,+-]*", value)),
+)
+"""Golden data are in files of that name."""
+_CASE = {"name": _NAME, "arguments": MAPPING, "dtypes": WORDS.or_none(), "gradient": TRUTH.or_none()}
 SIZES = ("accelerator", "cpu", "quick")
 """Of each call that is timed."""
-_TIMED_CASE = {"name": WORD, "dtypes": WORDS, **dict.fromkeys(SIZES, MAPPING)}
+_TIMED_CASE = {"name": _NAME, "dtypes": WORDS, **dict.fromkeys(SIZES, MAPPING)}
 _TENSOR = {
     "shape": _SIZES,
     "strides": _SIZES.or_none(),
@@ -85,14 +91,10 @@ def benchmark_file(spec: OperatorSpec) -> Path:
 
 
 def _read(spec: OperatorSpec, file: Path, fields: Mapping[str, Field]) -> dict[str, Any]:
-    import yaml
-
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputsError(f"{file} can't be read: {error.strerror}") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputsError(f"{file} is no YAML: {' '.join(str(error).split())}") from None
+        found = read_yaml(file)
+    except ValueError as error:
+        raise InputsError(str(error)) from None
     with _naming(str(file)):
         check(found, fields, "a list of calls")
         if found["operator"] != spec.name:
@@ -102,9 +104,14 @@ def _read(spec: OperatorSpec, file: Path, fields: Mapping[str, Field]) -> dict[s
 
 def _each(cases: list[Any], file: Path, fields: Mapping[str, Field]) -> Iterator[tuple[dict[str, Any], str]]:
     """Each case with what messages call it: its number, and its name once that is known to be one."""
+    names: set[str] = set()
     for number, case in enumerate(cases, start=1):
         with _naming(f"{file}, case {number}"):
             check(case, fields, "a case")
+            # Its numbers are made from its name, and the file of its golden data has it.
+            if case["name"] in names:
+                raise ValueError(f"another case has the name {case['name']!r}")
+            names.add(case["name"])
         yield case, f"{file}, case {number} ({case['name']})"
 
 

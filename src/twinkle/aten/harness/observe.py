@@ -25,6 +25,7 @@ class Seen:
         error: the type of the exception that the call raised, or going backward from it.
         aliases: which tensor arguments the result is, or shares memory with.
         written: by how much each tensor argument's version grew.
+        process: what of the process's own the call changed: settings, and where its generators stand.
         gradients: of each tensor argument but one that is written; empty when the call isn't differentiated.
     """
 
@@ -33,6 +34,7 @@ class Seen:
     error: type[BaseException] | None = None
     aliases: list[str] = field(default_factory=list)
     written: list[int] = field(default_factory=list)
+    process: list[str] = field(default_factory=list)
     gradients: list[torch.Tensor | None] = field(default_factory=list)
 
 
@@ -71,8 +73,10 @@ class Call:
         seen = Seen(self.arguments)
         tensors = _tensors(self.arguments)
         before = [_version(tensor) for tensor in tensors]
+        state = _state_of_the_process(tensors)
         try:
             seen.result = function(self.arguments)
+            seen.process = [what for what, now in _state_of_the_process(tensors).items() if now != state[what]]
             seen.written = [_version(tensor) - version for tensor, version in zip(tensors, before, strict=True)]
         except Exception as error:
             seen.error = type(error)
@@ -108,6 +112,8 @@ def differences(spec: OperatorSpec, seen: Seen, native: Seen, truth: Seen | None
     found += [
         f"{what}: {ours}, natively {theirs}"
         for what, ours, theirs in (
+            ("type", type(seen.result).__name__, type(native.result).__name__),
+            ("changes in the process", seen.process, native.process),
             ("aliases", seen.aliases, native.aliases),
             ("versions grew by", seen.written, native.written),
             ("requires_grad", _requires_grad(seen.result), _requires_grad(native.result)),
@@ -136,6 +142,20 @@ def _tensors(arguments: list[Any]) -> list[torch.Tensor]:
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.layout is not torch.strided or torch.equal(memory_of(one), memory_of(other))
+
+
+def _state_of_the_process(tensors: list[torch.Tensor]) -> dict[str, Any]:
+    """What other code depends on: settings, and the next random number, which is another after one was drawn."""
+    devices = {tensor.device.type for tensor in tensors} - {"cpu", "meta"}
+    modules = {kind: torch.get_device_module(kind) for kind in devices}
+    generators = {"cpu": torch, **{kind: of for kind, of in modules.items() if hasattr(of, "get_rng_state")}}
+    return {
+        "gradients": torch.is_grad_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "determinism": torch.get_deterministic_debug_mode(),
+        "threads": torch.get_num_threads(),
+        **{f"random numbers of {kind}": bytes(of.get_rng_state().numpy()) for kind, of in generators.items()},
+    }
 
 
 def _version(tensor: torch.Tensor) -> int:

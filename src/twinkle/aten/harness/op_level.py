@@ -16,6 +16,7 @@ from twinkle.aten.harness import places
 from twinkle.aten.harness.cases import Case, cases
 from twinkle.aten.harness.observe import Call, Seen, differences
 from twinkle.aten.harness.outcome import Outcome, started
+from twinkle.aten.harness.refused import refused_calls
 from twinkle.aten.profiles import Profile
 from twinkle.aten.registration import Registration
 from twinkle.aten.serving import Serving
@@ -55,7 +56,10 @@ def _check(outcome: Outcome, spec: OperatorSpec, profile: Profile) -> dict[str, 
             ours[call.name] = _seeded(call, enter, _Watch(spec, registration, served.setdefault(call.name, [])))
     reached = counter["n"]
     for call, _, expected in prepared:  # only now, since comparing calls operators too
-        outcome.check(call.name, _joined(differences(spec, ours[call.name], native[call.name], truth.get(call.name))))
+        found = differences(spec, ours[call.name], native[call.name], truth.get(call.name))
+        if found and native[call.name].error is not None:
+            found.append(f"the kernel must not take it: {places.of_declaration(spec, 'conditions')}")
+        outcome.check(call.name, _joined(found))
         by = served[call.name]
         wrong = f"{call.name}: served by {by}, should be one of {expected}"
         if "delegated" in by:
@@ -103,7 +107,7 @@ Enter = Callable[[], AbstractContextManager[Any]]
 
 
 def _calls(spec: OperatorSpec, profile: Profile) -> Iterator[tuple[Call, Enter, list[list[str]]]]:
-    """Each case in each context, and a call beyond each condition; with whom may serve it."""
+    """Each case in each context, a call beyond each condition, and what PyTorch refuses; with whom may serve it."""
     serving = Serving(spec, profile.found)
     device = torch.device(profile.device)
     for case in cases(spec, seeds=1):
@@ -127,6 +131,10 @@ def _calls(spec: OperatorSpec, profile: Profile) -> Iterator[tuple[Call, Enter, 
         )
         resolved = others if condition.code == "lazy-bits" or (condition.code == "layout" and sparse) else []
         yield call, torch.enable_grad, [[condition.code], [], *resolved]
+    for name, refused in refused_calls(spec, device):
+        call = Call.of(name, refused, spec, differentiate=False)
+        # A kernel may find it out itself, as long as it raises what PyTorch does.
+        yield call, torch.enable_grad, [[], ["error"], ["kernel"], *([other.code] for other in conditions)]
 
 
 def _operator(spec: OperatorSpec) -> Callable[[list[Any]], Any]:

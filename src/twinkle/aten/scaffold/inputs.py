@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from twinkle.aten.harness.cases import Case
-from twinkle.aten.scaffold.calls import Pattern, described, tensors_of, values_for
+from twinkle.aten.scaffold.calls import Pattern, attempt, described, tensors_of, values_for
+from twinkle.aten.scaffold.overloads import TYPES, plain_type
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 """Of a case that names none, as far as PyTorch has the operator for them on the CPU."""
@@ -54,6 +56,9 @@ CASES = {
 }
 """By name."""
 
+OTHER_VALUES = {"float": (0.25, -2.0), "int": (0, 1, 2), "bool": (True, False), "Sequence[int]": ([1], [0])}
+"""By Python's type, what an argument is given in a case of its own; never what it has in the others."""
+
 TIMED = {
     "contiguous": {
         "accelerator": ([16384, 16384], {"a": 4096, "b": 4096, "c": 4096, "n": 16}),
@@ -74,6 +79,8 @@ def inputs(overload: torch._ops.OpOverload, pattern: Pattern) -> str:
     lines = list(_refusal(pattern))
     for name, kind in CASES.items():
         lines += _case(overload, pattern, name, kind, usable or list(DTYPES))
+    for argument in () if pattern.refusal else overload._schema.arguments:
+        lines += _other(overload, pattern, argument, usable)
     return head + "cases:\n" + "\n".join(lines)
 
 
@@ -83,15 +90,36 @@ def _refusal(pattern: Pattern) -> Iterator[str]:
         yield f"  # {pattern.refusal}"
 
 
+def _other(overload: torch._ops.OpOverload, pattern: Pattern, argument: Any, usable: Sequence[str]) -> Iterator[str]:
+    """A case in which an argument that is no tensor has another value: by all others a kernel may ignore it."""
+    python, kind = TYPES[plain_type(argument)], CASES["contiguous"]
+    usual = _values(overload, pattern, kind, usable[0]) if usable else ""
+    if python not in OTHER_VALUES or not isinstance(usual, dict):
+        return
+    default = argument.default_value if argument.has_default_value() else None
+    for value in OTHER_VALUES[python]:
+        other = {argument.name: value}
+        if value != usual.get(argument.name, default) and isinstance(
+            _values(overload, pattern, kind, usable[0], other), dict
+        ):
+            yield from _case(overload, pattern, f"other {argument.name}", kind, usable, other)
+            return
+
+
 def _case(
-    overload: torch._ops.OpOverload, pattern: Pattern, name: str, kind: Kind, usable: Sequence[str]
+    overload: torch._ops.OpOverload,
+    pattern: Pattern,
+    name: str,
+    kind: Kind,
+    usable: Sequence[str],
+    other: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[str]:
     wanted = [dtype for dtype in kind.dtypes if dtype in usable] or usable[:1]
     tensors = _tensors(overload, pattern, kind)
     if tensors is None:
         yield f"  # No {name}: its tensors have other numbers of dimensions."
         return
-    found = {dtype: _values(overload, pattern, kind, dtype) for dtype in wanted}
+    found = {dtype: _values(overload, pattern, kind, dtype, other) for dtype in wanted}
     taken = {dtype: values for dtype, values in found.items() if isinstance(values, dict)}
     if pattern.refusal is not None:
         taken = {dtype: {} for dtype in wanted}
@@ -154,9 +182,21 @@ def _layout(shape: list[int], layout: str) -> dict[str, Any]:
     return {}
 
 
-def _values(overload: torch._ops.OpOverload, pattern: Pattern, kind: Kind, dtype: str) -> dict[str, Any] | str:
+def _values(
+    overload: torch._ops.OpOverload,
+    pattern: Pattern,
+    kind: Kind,
+    dtype: str,
+    other: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any] | str:
+    """The arguments beside the tensors, some of them given, with which PyTorch takes a call; else what it says."""
     tensors = _tensors(overload, pattern, kind)
-    return "" if tensors is None else values_for(overload, pattern, tensors, getattr(torch, dtype))
+    found = "" if tensors is None else values_for(overload, pattern, tensors, getattr(torch, dtype))
+    if tensors is None or isinstance(found, str) or not other:
+        return found
+    found |= other
+    result = attempt(overload, {**tensors, **found}, getattr(torch, dtype))
+    return result if isinstance(result, str) else found
 
 
 def _written(overload: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -11,12 +12,15 @@ from typing import Any
 import torch
 
 from twinkle.aten.arguments import Arguments
-from twinkle.aten.scaffold.calls import TRIED, Pattern, described, pattern_of, tensors_of, values_for
+from twinkle.aten.scaffold.calls import TRIED, Pattern, attempt, described, pattern_of, tensors_of, values_for
 from twinkle.aten.scaffold.inputs import inputs, timed
 from twinkle.aten.scaffold.overloads import TYPES, error, is_optional, plain_type, text_of
 from twinkle.aten.shipped import shipped
 
 _SUFFIX = ".template"
+
+_HELPERS = ("beside", "dimensions", "floating", "one_device", "one_dtype", "tensor")
+"""What ``register.py`` may need of :mod:`twinkle.aten.conditions`."""
 
 
 def make(overload: torch._ops.OpOverload, folder: Path) -> Path:
@@ -77,9 +81,7 @@ def _values(name: str, overload: torch._ops.OpOverload) -> dict[str, str]:
         "one_line": schema,
         "schema": _schema(schema),
         "torch": "\nimport torch\n" if "torch." in conditions else "",
-        "helpers": ", ".join(
-            name for name in ("beside", "floating", "one_device", "tensor") if f"{name}(" in conditions
-        ),
+        "helpers": ", ".join(name for name in _HELPERS if f"{name}(" in conditions),
         "signature": signature,
         "arguments": arguments,
         "overload": path,
@@ -126,7 +128,30 @@ def _conditions(overload: torch._ops.OpOverload, pattern: Pattern) -> list[str]:
     if len(tensors) > 1:
         places = ", ".join(str(given[name]) for name in tensors)
         lines.append(f"one_device(({places}), lambda t: {_call(overload, pattern, tensors[0])})")
+    lines += _refused(overload, pattern, given)
     return [_wrapped(line) for line in lines]
+
+
+def _refused(overload: torch._ops.OpOverload, pattern: Pattern, given: Mapping[str, int]) -> Iterator[str]:
+    """What PyTorch raises for and a kernel might not: tensors of several dtypes, and of other numbers of dimensions."""
+    names = tensors_of(overload)
+    tried = {name: described(pattern, name, [3, 4], TRIED) for name in tensors_of(overload, pattern.given)}
+    values = values_for(overload, pattern, tried, torch.float32)
+    if not isinstance(values, dict):
+        return
+
+    def refuses(name: str, **other: Any) -> bool:
+        call = {**tried, **values, name: {**tried[name], **other}}
+        return isinstance(attempt(overload, call, torch.float32), str)
+
+    alike = [name for name in names if name not in pattern.dtypes]
+    if len(alike) > 1 and any(refuses(name, dtype="bfloat16") for name in alike):
+        places = ", ".join(str(given[name]) for name in alike)
+        yield f"one_dtype(({places}), lambda t: {_call(overload, pattern, alike[0])})"
+    for name in names if pattern.shapes else ():
+        if refuses(name, shape=[1, *tried[name]["shape"]]):
+            count = len(pattern.shapes[name])
+            yield f'dimensions({given[name]}, "{name}", {count}, lambda t: {_call(overload, pattern, name)})'
 
 
 def _wrapped(call: str) -> str:
