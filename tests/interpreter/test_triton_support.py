@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -14,15 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.triton_device import DEVICE, NO_GPU, ON_GPU, examples, laid_out
-from twinkle.kernel.ops import triton_programs, triton_support
+from twinkle import triton_programs
+from twinkle.kernel.ops import triton_support
 from twinkle.kernel.ops.glu.triton import fused_glu, glu
 from twinkle.kernel.ops.rms_norm import triton as rms_norm_backend
 from twinkle.kernel.ops.rms_norm import triton_launch
 from twinkle.kernel.ops.rms_norm.reference import rms_norm as formula
 from twinkle.kernel.ops.rms_norm.triton import rms_norm
-from twinkle.kernel.ops.triton_programs import Launch, Memory, Program, Workspace, workspace
 from twinkle.kernel.ops.triton_support import far, rows_of, tuned
 from twinkle.kernel.targets import Site
+from twinkle.memory import Memory
+from twinkle.triton_programs import Launch, Program, Workspace, workspace
 
 # --- rows -------------------------------------------------------------------------------------------------------------
 
@@ -134,7 +137,7 @@ class _Compiled:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> _Kernel:
-    monkeypatch.setattr(triton_programs, "several_devices", lambda: False)
+    monkeypatch.setattr(triton_programs, "several_devices", lambda kind: False)
     return _Kernel()
 
 
@@ -170,6 +173,52 @@ def test_a_misaligned_tensor_takes_tritons_own_way(kernel: _Kernel) -> None:
     assert (len(kernel.compiled), kernel.quick) == (4, [])
     program(*tensors(8))
     assert (len(kernel.compiled), len(kernel.quick)) == (4, 1)
+
+
+def test_a_kernel_sees_memory_as_elements_of_another_dtype(kernel: _Kernel) -> None:
+    """While it is compiled; afterwards an address is all that it gets."""
+    import triton.language as tl
+
+    first, _ = tensors()
+    program = Program(kernel, MADE._replace(views=(torch.int16,)))
+    program(first, None)
+    program(first, None)
+    (_, seen, nothing, *_), (started,) = kernel.compiled[0], kernel.quick
+    assert (seen.base is first, seen.dtype, nothing) == (True, tl.int16, None)
+    assert started == ((7, 1, 1), first.data_ptr(), None, 5, 16)
+    other, _ = tensors(1)
+    program(other, None)
+    assert kernel.compiled[1][1].base is other, "a misaligned one too"
+
+
+class _Devices:
+    """Several accelerators, in the place of a device module of PyTorch; the tests' tensors lie on another one."""
+
+    current = 1
+
+    def __init__(self) -> None:
+        self.entered: list[torch.device] = []
+
+    def current_device(self) -> int:
+        return self.current
+
+    def device(self, device: torch.device) -> Any:
+        self.entered.append(device)
+        return contextlib.nullcontext()
+
+
+def test_a_launch_is_made_on_the_device_of_the_tensors(kernel: _Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices, (first, _) = _Devices(), tensors()
+    monkeypatch.setattr(triton_programs, "several_devices", lambda kind: True)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: devices)
+    program = Program(kernel, MADE)
+    program(first, None)
+    program(first, None)
+    program(first, None)
+    assert devices.entered == [first.device] * 3 and len(kernel.quick) == 2
+    monkeypatch.setattr(devices, "current", first.device.index)
+    program(first, None)
+    assert len(devices.entered) == 3, "it is the current one already"
 
 
 def test_no_more_layouts_are_remembered_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
