@@ -42,6 +42,7 @@ def main(argv: list[str] | None = None) -> Run:
     parser.add_argument("--op", choices=catalog.names(), action="append", help="only this operator; may be repeated")
     parser.add_argument("--rounds", type=int, default=40, help="samples of each candidate at most (default: 40)")
     parser.add_argument("--seconds", type=float, default=2.0, help="for the rounds of one case (default: 2)")
+    parser.add_argument("--floor", action="store_true", help="also an override that does nothing but call native")
     options = parser.parse_args(argv)
     device = start(options)
     platform = platform_of(device.type)
@@ -59,7 +60,7 @@ def main(argv: list[str] | None = None) -> Run:
         parser.error(str(error))
     for number, spec in enumerate(specs):
         progress(number, len(specs), spec.name)
-        run.results += measure(spec, platform, **settings)
+        run.results += measure(spec, platform, **settings, floor=options.floor)
     return finish(run, options, plain(report(run, width_of_terminal())))
 
 

@@ -278,10 +278,12 @@ import torch
 from tests.aten.uses import USES
 from twinkle.aten import install
 from twinkle.aten.registration import active
+from twinkle.aten.routes import every_size
 
 def served(queue, again):
     if again:
-        install(platform={chip.platform!r})
+        with every_size():
+            install(platform={chip.platform!r})
     x = torch.randn(4, 3, device={DEVICE!r})
     before = {{registration.operator: registration.counts.kernel for registration in active()}}
     for use in USES.values():
@@ -290,7 +292,8 @@ def served(queue, again):
     queue.put(sorted(name for name, n in counts.items() if n))
 
 def main():
-    install(platform={chip.platform!r})
+    with every_size():
+        install(platform={chip.platform!r})
     for method, again in {METHODS}:
         context = multiprocessing.get_context(method)
         queue = context.SimpleQueue()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from benchmarks import aten, host, kernelize, loss, moe, ops, step, trace, training
+from benchmarks import aten, host, kernelize, loss, moe, ops, routes, step, trace, training
 from tests.support.results import check_schema
 from twinkle.bench import clocks
 from twinkle.bench import ops as measuring
@@ -100,6 +101,20 @@ def test_aten_quick(tmp_path, capsys):
     assert {r.note for r in run.results if r.who == "flag_gems"} == {"the package flag_gems is not installed"}
     printed = capsys.readouterr().out
     assert "clone/transposed" in printed and "faster than native by more than the noise: " in printed
+
+
+def test_routes_quick(tmp_path, capsys):
+    """It runs, and doesn't write into the shipped table what was measured in toy sizes."""
+    before = routes.TABLE.read_text()
+    run = routes.main(["--quick", "--op", "dropout", "--seconds", "0", "--json", str(tmp_path / "routes.json")])
+    check_schema(json.loads((tmp_path / "routes.json").read_text()))
+    assert {row.who for row in run.results} == {"native", "torch"}
+    assert "dropout" in run.settings["table"]["cpu"]["-"]
+    assert re.search(r"dropout +any +(never|from \d+ bytes on)", capsys.readouterr().out)
+    with pytest.raises(SystemExit):
+        routes.main(["--quick", "--op", "dropout", "--write"])
+    assert "--write is for compiled kernels in their real sizes" in capsys.readouterr().err
+    assert routes.TABLE.read_text() == before
 
 
 class Events:
