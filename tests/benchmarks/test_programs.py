@@ -26,6 +26,7 @@ from twinkle.bench.results import Result, Run, read
 from twinkle.kernel import DEFAULT_KERNEL_CONFIG
 from twinkle.kernel.ops.torch_support import FASTER
 from twinkle.kernel.testing import with_backends
+from twinkle.layout import plain
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -101,6 +102,15 @@ def test_aten_quick(tmp_path, capsys):
     assert {r.note for r in run.results if r.who == "flag_gems"} == {"the package flag_gems is not installed"}
     printed = capsys.readouterr().out
     assert "clone/transposed" in printed and "faster than native by more than the noise: " in printed
+
+
+def test_a_report_shows_what_calls_cost_on_the_host_where_that_is_another_time():
+    run = aten.main([*QUICK, "--op", "clone"])
+    assert "of the host" not in plain(aten.report(run, 200))
+    run.results = [dataclasses.replace(row, host_us={"p50": 1234.0}) if row.ms else row for row in run.results]
+    text = plain(aten.report(run, 200))
+    timed = [row for row in run.results if row.ms]
+    assert text.partition("of the host")[2].count("1234") == len(timed)
 
 
 def test_routes_quick(tmp_path, capsys):
