@@ -108,7 +108,8 @@ class OperatorSpec:
         semantics: see :class:`Semantics`.
         kernels: by level. ``"torch"`` is made of other ATen operators, and is the operator's kernel where there is no
             other: ``"triton"`` where Triton runs, and before that the one under a platform's name on that platform.
-        conditions: which calls the kernels take; all others are native's. Checked in this order.
+        conditions: which calls the kernels take; all others are native's. Checked in this order, those that are asked
+            each time after the others.
         gradient: the derivative, needed where a kernel is installed at an autograd key; None where the result has none
             (:data:`WITHOUT_GRADIENT`), where every kernel has its own, and with ``pullback``.
         pullback: path of ``pullback(grad, *arguments)``, for a derivative that needs the arguments: the gradients of
