@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from benchmarks import aten, host, kernelize, loss, moe, ops, routes, step, trace, training
+from benchmarks import aten, host, kernelize, loss, moe, ops, step, trace, training
 from tests.support.results import check_schema
 from twinkle.bench import clocks
 from twinkle.bench import ops as measuring
@@ -26,7 +25,6 @@ from twinkle.bench.results import Result, Run, read
 from twinkle.kernel import DEFAULT_KERNEL_CONFIG
 from twinkle.kernel.ops.torch_support import FASTER
 from twinkle.kernel.testing import with_backends
-from twinkle.layout import plain
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -102,29 +100,6 @@ def test_aten_quick(tmp_path, capsys):
     assert {r.note for r in run.results if r.who == "flag_gems"} == {"the package flag_gems is not installed"}
     printed = capsys.readouterr().out
     assert "clone/transposed" in printed and "faster than native by more than the noise: " in printed
-
-
-def test_a_report_shows_what_calls_cost_on_the_host_where_that_is_another_time():
-    run = aten.main([*QUICK, "--op", "clone"])
-    assert "of the host" not in plain(aten.report(run, 200))
-    run.results = [dataclasses.replace(row, host_us={"p50": 1234.0}) if row.ms else row for row in run.results]
-    text = plain(aten.report(run, 200))
-    timed = [row for row in run.results if row.ms]
-    assert text.partition("of the host")[2].count("1234") == len(timed)
-
-
-def test_routes_quick(tmp_path, capsys):
-    """It runs, and doesn't write into the shipped table what was measured in toy sizes."""
-    before = routes.TABLE.read_text()
-    run = routes.main(["--quick", "--op", "dropout", "--seconds", "0", "--json", str(tmp_path / "routes.json")])
-    check_schema(json.loads((tmp_path / "routes.json").read_text()))
-    assert {row.who for row in run.results} == {"native", "torch"}
-    assert "dropout" in run.settings["table"]["cpu"]["-"]
-    assert re.search(r"dropout +any +(never|from \d+ bytes on)", capsys.readouterr().out)
-    with pytest.raises(SystemExit):
-        routes.main(["--quick", "--op", "dropout", "--write"])
-    assert "--write is for compiled kernels in their real sizes" in capsys.readouterr().err
-    assert routes.TABLE.read_text() == before
 
 
 class Events:
