@@ -14,8 +14,10 @@ from twinkle.aten import Condition, Profile, catalog
 from twinkle.aten.arguments import layout
 from twinkle.aten.harness import op_level
 from twinkle.aten.harness.remembered import looks_at_more
+from twinkle.aten.serving import Serving
 from twinkle.aten.spec import OperatorSpec
 from twinkle.memory import Memory
+from twinkle.platforms import PLATFORMS
 from twinkle.reasons import Counts
 
 
@@ -85,6 +87,16 @@ class Subclass(torch.Tensor):
 @pytest.mark.filterwarnings("ignore:.*(prototype|beta):UserWarning")
 def test_what_does_not_tell_its_layout_is_not_remembered(value: Any) -> None:
     assert layout((value,), {}) is None
+
+
+@pytest.mark.filterwarnings("ignore:.*(prototype|beta):UserWarning")
+def test_what_is_not_remembered_is_found_out_each_time(clone: OperatorSpec) -> None:
+    serving = Serving(clone, PLATFORMS["cpu"], "torch")
+    sparse = torch.eye(3).to_sparse_csr()
+    calls = {"subclass": torch.ones(3).as_subclass(Subclass), "layout": sparse, None: torch.ones(3)}
+    for _ in range(2):
+        for reason, tensor in calls.items():
+            assert serving.lasting_refusal((tensor,), {}) == reason
 
 
 def test_no_more_layouts_are_remembered_than_allowed(
