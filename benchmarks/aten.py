@@ -6,27 +6,38 @@ The calls are those of each operator's ``benchmark.yaml``; see :mod:`twinkle.ben
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from benchmarks.program import arguments, device_option, finish, progress, start
 from twinkle.aten import RegistrationError, catalog
 from twinkle.aten.harness.listed import InputsError
 from twinkle.bench.aten import NATIVE, check_cases, measure, size_for, wins
 from twinkle.bench.clocks import ceilings
-from twinkle.bench.results import Run, medians, significant
+from twinkle.bench.results import Result, Run, medians, significant
 from twinkle.layout import EMPTY_LINE, Block, paragraph, plain, table, width_of_terminal
 from twinkle.platforms import platform_of
 
 
 def report(run: Run, width: int) -> Iterator[Block]:
-    """A line per case, a column per candidate in microseconds; then where ours is faster, and who was not timed."""
+    """A line per case, a column per candidate: microseconds of the device, and on an accelerator of the host.
+
+    Then where ours is faster, and who was not timed.
+    """
     found = medians(run.results)
     everyone = list(dict.fromkeys(row.who for rows in found.values() for row in rows.values()))
-    lines = []
-    for (case, shape, dtype), rows in found.items():
-        times = [significant(rows[who].ms["p50"] * 1e3) if who in rows else "-" for who in everyone]
-        lines.append((case.removeprefix("aten/"), shape, dtype, *times))
-    yield from table(("microseconds", "shape", "dtype", *everyone), lines, width, numbers=everyone)
+    whose: dict[str, Callable[[Result], float | None]] = {
+        "microseconds": lambda row: row.ms and row.ms["p50"] * 1e3,
+        "of the host": lambda row: row.host_us and row.host_us["p50"],
+    }
+    for title, us in whose.items():
+        lines = []
+        for (case, shape, dtype), rows in found.items():
+            times = [us(rows[who]) if who in rows else None for who in everyone]
+            shown = ["-" if time is None else significant(time) for time in times]
+            if any(time is not None for time in times):
+                lines.append((case.removeprefix("aten/"), shape, dtype, *shown))
+        if lines:
+            yield from table((title, "shape", "dtype", *everyone), lines, width, numbers=everyone)
     faster = wins(run.results)
     yield EMPTY_LINE
     text = f"faster than {NATIVE} by more than the noise: {', '.join(faster) or 'none'}"
@@ -42,6 +53,7 @@ def main(argv: list[str] | None = None) -> Run:
     parser.add_argument("--op", choices=catalog.names(), action="append", help="only this operator; may be repeated")
     parser.add_argument("--rounds", type=int, default=40, help="samples of each candidate at most (default: 40)")
     parser.add_argument("--seconds", type=float, default=2.0, help="for the rounds of one case (default: 2)")
+    parser.add_argument("--floor", action="store_true", help="also an override that does nothing but call native")
     options = parser.parse_args(argv)
     device = start(options)
     platform = platform_of(device.type)
@@ -59,7 +71,7 @@ def main(argv: list[str] | None = None) -> Run:
         parser.error(str(error))
     for number, spec in enumerate(specs):
         progress(number, len(specs), spec.name)
-        run.results += measure(spec, platform, **settings)
+        run.results += measure(spec, platform, **settings, floor=options.floor)
     return finish(run, options, plain(report(run, width_of_terminal())))
 
 

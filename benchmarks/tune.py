@@ -63,7 +63,7 @@ def distinct_programs(op: str, direction: str, width: int) -> Iterator[tuple[int
 
 def runner(op: str, direction: str, width: int, elements: int) -> Callable[[], Any]:
     """A call that launches one kernel, as configured now, on bf16 tensors of about ``elements`` elements."""
-    from twinkle.kernel.ops.triton_programs import Program, workspace
+    from twinkle.triton_programs import Program, workspace
 
     rows = max(1, elements // width)
     if op == "rms_norm":

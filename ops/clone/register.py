@@ -3,6 +3,7 @@
 from twinkle.aten import Home, Kernel, OperatorSpec, Semantics
 from twinkle.aten.conditions import tensor
 from twinkle.aten.gradients import identity
+from twinkle.aten.movements import MOVEMENTS, results_in_order
 
 SPEC = OperatorSpec(
     schema="clone(Tensor self, *, MemoryFormat? memory_format=None) -> Tensor",
@@ -13,6 +14,7 @@ SPEC = OperatorSpec(
         "torch": Kernel("kernel.torch_level:clone_torch"),
     },
     conditions=tensor(0, "self", lambda t: (t, None)),
+    work=results_in_order(MOVEMENTS),
     gradient=identity,
     reference="reference:clone_reference",
 )

@@ -1,10 +1,14 @@
 """What ``aten::copy_`` is, and which calls our kernels take."""
 
+import functools
+
 import torch
 
 from twinkle.aten import Condition, Home, Kernel, OperatorSpec, Semantics
 from twinkle.aten.conditions import CASTABLE, SAME_DTYPE, another_device, tensor
 from twinkle.aten.gradients import overwrite
+from twinkle.aten.movements import MOVEMENTS, laid_out, movement
+from twinkle.aten.routes import Work
 from twinkle.aten.strided import broadcasts, may_overlap, shares_memory
 
 
@@ -15,6 +19,16 @@ def _overlapping(device):
 def _within_itself(device):
     memory = torch.arange(8.0, device=device)
     return memory[:4], memory[4:], False
+
+
+def _kind(self, src, _):
+    found = movement(self.shape, self.stride(), src.expand(self.shape).stride())
+    return "cast" if found == "contiguous" and self.dtype != src.dtype else found
+
+
+def _sample(movement, elements, device, dtype=torch.bfloat16):
+    sizes, to_strides, strides = MOVEMENTS[movement](elements)
+    return laid_out(sizes, to_strides, torch.bfloat16, device), laid_out(sizes, strides, dtype, device), False
 
 
 SPEC = OperatorSpec(
@@ -57,7 +71,15 @@ SPEC = OperatorSpec(
             "self and src have memory of their own",
             lambda self, src, _: not shares_memory(self, src),
             _within_itself,
+            each_time=True,
         ),
+    ),
+    work=Work(
+        kind=_kind,
+        samples={
+            **{name: functools.partial(_sample, name) for name in MOVEMENTS},
+            "cast": functools.partial(_sample, "contiguous", dtype=torch.float32),
+        },
     ),
     gradient=overwrite,
     reference="reference:copy__reference",

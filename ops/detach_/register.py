@@ -17,6 +17,7 @@ SPEC = OperatorSpec(
             "self requires no gradient and is no view: there is nothing to cut",
             lambda self: not (self.requires_grad or self._is_view()),
             lambda device: (torch.ones(3, device=device, requires_grad=True) * 2,),
+            each_time=True,
         ),
     ),
     reference="reference:detach__reference",

@@ -4,6 +4,7 @@ import torch
 
 from twinkle.aten import Condition, Home, Kernel, OperatorSpec, Semantics
 from twinkle.aten.conditions import dense, tensor
+from twinkle.aten.routes import ANY, Work
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -41,6 +42,9 @@ SPEC = OperatorSpec(
             lambda input, p, train: train,
             lambda device: (torch.ones(3, device=device), 0.5, False),
         ),
+    ),
+    work=Work(
+        samples={ANY: lambda elements, device: (torch.ones(elements, dtype=torch.bfloat16, device=device), 0.1, True)}
     ),
     reference="reference:dropout_reference",
     judge="reference:judge",

@@ -4,6 +4,7 @@ import torch
 
 from twinkle.aten import Condition, Home, Kernel, OperatorSpec, Semantics
 from twinkle.aten.conditions import another_device, tensor
+from twinkle.aten.routes import ANY, Work
 
 _INTEGERS = (torch.int64, torch.int32)
 
@@ -32,6 +33,16 @@ def _out_of_range(device):
     return _call(_table(device), torch.tensor([0, 3], device=device))
 
 
+def _elements(weight, indices, *_):
+    return indices.numel() * weight.size(1)
+
+
+def _sample(elements, device):
+    rows, width = 32768, 1024
+    weight = torch.ones(rows, width, dtype=torch.bfloat16, device=device)
+    return _call(weight, torch.randint(rows, (max(1, elements // width),), device=device))
+
+
 SPEC = OperatorSpec(
     schema=(
         "embedding(Tensor weight, Tensor indices, SymInt padding_idx=-1, bool scale_grad_by_freq=False,"
@@ -48,6 +59,7 @@ SPEC = OperatorSpec(
                     "every index is a row of the table (on a CUDA device the kernel looks)",
                     _in_range,
                     _out_of_range,
+                    each_time=True,
                 ),
             ),
         ),
@@ -81,6 +93,7 @@ SPEC = OperatorSpec(
             lambda device: _call(_table(device), _some(another_device(device))),
         ),
     ),
+    work=Work(_elements, samples={ANY: _sample}),
     pullback="kernel.torch_level:embedding_pullback",
     derivative="backward.register:SPEC",
     reference="reference:embedding_reference",

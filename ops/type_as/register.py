@@ -1,10 +1,25 @@
 """What ``aten::type_as`` is, and which calls our kernels take."""
 
+import functools
+
 import torch
 
 from twinkle.aten import Condition, Home, Kernel, OperatorSpec, Semantics
 from twinkle.aten.conditions import CASTABLE, another_device, tensor
 from twinkle.aten.gradients import conversion
+from twinkle.aten.movements import MOVEMENTS, laid_out, movement_of_result
+from twinkle.aten.routes import Work
+
+
+def _kind(self, other):
+    found = movement_of_result(self, None)
+    return "cast" if found == "contiguous" else found
+
+
+def _sample(movement, elements, device):
+    sizes, _, strides = MOVEMENTS[movement](elements)
+    return laid_out(sizes, strides, torch.float32, device), torch.ones(1, dtype=torch.bfloat16, device=device)
+
 
 SPEC = OperatorSpec(
     schema="type_as(Tensor self, Tensor other) -> Tensor",
@@ -32,6 +47,14 @@ SPEC = OperatorSpec(
             lambda self, other: self.dtype != other.dtype,
             lambda device: (torch.ones(3, device=device), torch.ones(2, device=device)),
         ),
+    ),
+    work=Work(
+        kind=_kind,
+        samples={
+            "cast": functools.partial(_sample, "contiguous"),
+            # A transposed tensor keeps its order; what has gaps or is read more than once gets another one.
+            **{name: functools.partial(_sample, name) for name in ("gaps", "broadcast")},
+        },
     ),
     gradient=conversion,
     differentiable=(0,),

@@ -73,9 +73,11 @@ class Counts:
 
     def fall_back(self, reason: str) -> None:
         """Counts one call that the original served."""
-        if reason not in self.fallbacks:
+        try:
+            self.fallbacks[reason] += 1
+        except KeyError:
             self.fallbacks.setdefault(reason, 0)
-        self.fallbacks[reason] += 1
+            self.fallbacks[reason] += 1
 
 
 def nearest(name: object, known: Iterable[str]) -> str | None:

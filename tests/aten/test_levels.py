@@ -326,12 +326,12 @@ def test_a_gradient_that_native_serves_is_noticed(chip: Profile, monkeypatch: py
     """Finite differences of native would say nothing about the kernel's gradient."""
     from twinkle.aten.serving import Serving
 
-    refusal = Serving.refusal
+    refusal = Serving.refusal_this_time
 
     def refuse_gradients(self: Serving, values: list[Any]) -> str | None:
         wanted = torch.is_grad_enabled() and any(v.requires_grad for v in values if isinstance(v, torch.Tensor))
         return "gradients" if wanted else refusal(self, values)
 
-    monkeypatch.setattr(Serving, "refusal", refuse_gradients)
+    monkeypatch.setattr(Serving, "refusal_this_time", refuse_gradients)
     outcome = op_level.run(catalog.operator("contiguous"), chip)
     assert any("native served a call: {'gradients': 1}" in problem for problem in outcome.problems)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.aten.uses import CALLS
+from twinkle.aten import routes
 from twinkle.aten.registration import active
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -55,6 +56,12 @@ def test_both_languages_say_the_same() -> None:
     assert links[0] == links[1]
     for link in links[0]:
         assert (DOCS / "en" / link.partition("#")[0]).exists(), link
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_the_codes_of_routes_are_explained(language: str) -> None:
+    for code in (routes.SMALL, routes.UNMEASURED, f"{routes.SLOWER}-contiguous"):
+        assert f"`{code}`" in page(language)
 
 
 @pytest.mark.parametrize("language", LANGUAGES)

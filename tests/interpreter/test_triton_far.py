@@ -20,7 +20,7 @@ from twinkle.kernel.ops.rms_norm.reference import rms_norm as norm_formula
 from twinkle.kernel.ops.rms_norm.triton import rms_norm
 from twinkle.kernel.ops.rotary import triton as rotary_backend
 from twinkle.kernel.ops.rotary.reference import DIALECTS, rotate
-from twinkle.kernel.ops.triton_programs import Program, workspace
+from twinkle.triton_programs import Program, workspace
 
 pytestmark = pytest.mark.xdist_group("far")  # one after the other: each takes some ten GB of a GPU
 

@@ -6,21 +6,15 @@ import dataclasses
 import itertools
 import json
 from importlib import resources
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.triton_device import DEVICE, NO_GPU, ON_GPU, examples, laid_out
-from twinkle.kernel.ops import triton_programs, triton_support
-from twinkle.kernel.ops.glu.triton import fused_glu, glu
-from twinkle.kernel.ops.rms_norm import triton as rms_norm_backend
+from tests.support.triton_device import DEVICE, examples
+from twinkle.kernel.ops import triton_support
 from twinkle.kernel.ops.rms_norm import triton_launch
-from twinkle.kernel.ops.rms_norm.reference import rms_norm as formula
-from twinkle.kernel.ops.rms_norm.triton import rms_norm
-from twinkle.kernel.ops.triton_programs import Launch, Memory, Program, Workspace, workspace
 from twinkle.kernel.ops.triton_support import far, rows_of, tuned
 from twinkle.kernel.targets import Site
 
@@ -102,186 +96,6 @@ def test_every_row_is_found_beyond_32_bits() -> None:
     assert offset + (last % rows.inner) * rows.stride + t.shape[-1] == t.numel()
 
 
-# --- programs ---------------------------------------------------------------------------------------------------------
-
-
-class _Kernel:
-    """Notes what it is launched with, in the place of a kernel for a GPU."""
-
-    arg_names = ("a", "b", "n", "SIZE")
-
-    def __init__(self) -> None:
-        self.compiled: list[tuple[Any, ...]] = []
-        self.quick: list[tuple[Any, ...]] = []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def run(*arguments: Any, **constants: Any) -> Any:
-            self.compiled.append((grid, *arguments, constants))
-            return _Compiled(self)
-
-        return run
-
-
-class _Compiled:
-    packed_metadata = "metadata"
-
-    def __init__(self, kernel: _Kernel) -> None:
-        self.kernel = kernel
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments: self.kernel.quick.append((grid, *arguments))
-
-
-@pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> _Kernel:
-    monkeypatch.setattr(triton_programs, "several_devices", lambda: False)
-    return _Kernel()
-
-
-def tensors(offset: int = 0) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return torch.zeros(32, dtype=torch.bfloat16)[offset:][:16], None
-
-
-MADE = Launch((7,), (5,), {"SIZE": 16}, 4)
-
-
-def test_from_the_second_launch_on_a_program_is_started_at_once(kernel: _Kernel) -> None:
-    first, second = tensors(), tensors()
-    program = Program(kernel, MADE)
-    program(*first)
-    program(*second)
-    assert kernel.compiled == [((7,), *first, 5, {"SIZE": 16, "num_warps": 4})]
-    assert kernel.quick == [((7, 1, 1), second[0].data_ptr(), None, 5, 16)]
-
-
-def test_programs_are_apart(kernel: _Kernel) -> None:
-    for _ in range(2):
-        Program(kernel, MADE)(*tensors())
-    assert (len(kernel.compiled), kernel.quick) == (2, [])
-
-
-def test_a_misaligned_tensor_takes_tritons_own_way(kernel: _Kernel) -> None:
-    """Programs are compiled for addresses that are multiples of 16."""
-    program = Program(kernel, MADE)
-    program(*tensors(1))
-    program(*tensors())
-    for _ in range(2):
-        program(*tensors(1))
-    assert (len(kernel.compiled), kernel.quick) == (4, [])
-    program(*tensors(8))
-    assert (len(kernel.compiled), len(kernel.quick)) == (4, 1)
-
-
-def test_no_more_layouts_are_remembered_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Memory, "MOST", 3)
-    memory: Memory[int] = Memory()
-    for number in range(5):
-        assert memory.add(number, 10 * number) == 10 * number == memory.get(number)
-        assert len(memory) <= 3
-    assert memory == {3: 30, 4: 40}
-
-
-@pytest.mark.skipif(not ON_GPU, reason=NO_GPU)
-def test_hooks_of_triton_are_called() -> None:
-    """Although the quick way of a launch leaves out what makes their records."""
-    import triton
-
-    x, weight = (laid_out(shape, torch.float32, "contiguous", 1) for shape in ((4, 64), (64,)))
-    call = lambda: rms_norm(x, weight, None, 1e-6, 0.0, "before")  # noqa: E731
-    expected, seen = [call() for _ in range(2)][1], []
-    hook = lambda metadata: seen.append(metadata.get()["name"])  # noqa: E731
-    triton.knobs.runtime.launch_enter_hook.add(hook)
-    try:
-        assert torch.equal(call(), expected)
-    finally:
-        triton.knobs.runtime.launch_enter_hook.remove(hook)
-    assert torch.equal(call(), expected)
-    assert seen == ["forward_kernel"]
-
-
-@pytest.mark.skipif(not ON_GPU, reason=NO_GPU)
-def test_another_triton_gets_the_public_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    import triton
-
-    monkeypatch.setattr(triton, "__version__", "3.7.0")
-    monkeypatch.setattr(triton_programs, "_quick", lambda *_: pytest.fail("it is for another version"))
-    monkeypatch.setattr(rms_norm_backend, "_layouts", Memory())
-    x, weight = (laid_out(shape, torch.float32, "contiguous", 1) for shape in ((4, 64), (64,)))
-    for _ in range(2):
-        y = rms_norm(x, weight, None, 1e-6, 0.0, "before")
-        torch.testing.assert_close(y, formula(x, weight, 1e-6))
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
-def test_real_launches_alternate_between_aligned_and_not(dtype: torch.dtype) -> None:
-    """The same shapes and strides, so the same key, at addresses of every kind."""
-    room = laid_out((8, 64), dtype, "contiguous", 1).flatten()
-    weight = laid_out((16,), dtype, "contiguous", 2)
-    for offset in (0, 1, 16, 3, 0, 8, 2):
-        x = room[offset : offset + 128].view(8, 16)
-        expected = formula(x, weight, 1e-6, compute_dtype=torch.float64).to(dtype)
-        torch.testing.assert_close(rms_norm(x, weight, None, 1e-6, 0.0, "before"), expected, rtol=2e-2, atol=2e-2)
-        shifted = torch.empty(17, dtype=dtype, device=DEVICE)[1:].copy_(weight)
-        torch.testing.assert_close(rms_norm(x, shifted, None, 1e-6, 0.0, "before"), expected, rtol=2e-2, atol=2e-2)
-        up = room[offset + 128 : offset + 256].view(8, 16)
-        product = (torch.nn.functional.silu(x.double()) * up.double()).to(dtype)
-        torch.testing.assert_close(glu(x, up, "silu"), product, rtol=2e-2, atol=2e-2)
-        torch.testing.assert_close(fused_glu(torch.cat((x, up), -1), "silu"), product, rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.skipif(not ON_GPU, reason=NO_GPU)
-def test_real_launches_are_remembered_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory: Memory[Any] = Memory()
-    monkeypatch.setattr(rms_norm_backend, "_layouts", memory)
-    monkeypatch.setattr(Memory, "MOST", 3)
-    weight = laid_out((64,), torch.float32, "contiguous", 2).requires_grad_()
-    for rows in (1, 2, 3, 4, 5, 1, 2):
-        for seed in (1, 2):
-            x = laid_out((rows, 64), torch.float32, "contiguous", seed).requires_grad_()
-            y, expected = rms_norm(x, weight, None, 1e-6, 0.0, "before"), formula(x, weight, 1e-6)
-            seeds = torch.ones_like(y)
-            for ours, theirs in zip(
-                (y, *torch.autograd.grad(y, (x, weight), seeds)),
-                (expected, *torch.autograd.grad(expected, (x, weight), seeds)),
-                strict=True,
-            ):
-                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-            assert 0 < len(memory) <= 3
-
-
-# --- workspaces -------------------------------------------------------------------------------------------------------
-
-
-def test_counters_are_zeros_after_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    rooms: list[Workspace] = []
-
-    def note(*arguments: Any) -> Workspace:
-        rooms.append(workspace(*arguments))
-        return rooms[-1]
-
-    monkeypatch.setattr(rms_norm_backend, "workspace", note)
-    monkeypatch.setattr(rms_norm_backend, "_layouts", Memory())
-    weight = laid_out((8,), torch.float32, "contiguous", 2).requires_grad_()
-    for rows in (1, 300, 9000):
-        x = laid_out((rows, 8), torch.float32, "contiguous", rows)
-        rms_norm(x, weight, None, 1e-6, 0.0, "before").sum().backward()
-        assert not rooms[-1].counters.any()
-    assert len(rooms) == 3
-
-
-@pytest.mark.skipif(not ON_GPU, reason=NO_GPU)
-def test_a_stream_keeps_its_workspace_and_a_graph_gets_one_of_its_own() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    first = workspace(device, 4, 100)
-    assert workspace(device, 4, 100) is first
-    larger = workspace(device, 4, first.floats.numel() + 1)
-    assert larger is not first and workspace(device, 1, 1) is larger
-    with torch.cuda.stream(torch.cuda.Stream()):
-        assert workspace(device, 1, 1) is not larger
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        assert workspace(device, 1, 1) is not workspace(device, 1, 1)
-
-
 # --- tuned configurations ---------------------------------------------------------------------------------------------
 
 TABLE = json.loads(resources.files("twinkle.kernel.ops").joinpath("triton_tuning.json").read_text())
@@ -357,14 +171,3 @@ def test_it_is_available_here_and_refuses_sites_elsewhere() -> None:
     elsewhere = triton_support.device_reason(dataclasses.replace(site, device=torch.device("meta")))
     assert elsewhere is not None
     assert (elsewhere.code, "kernelize(model, device=" in str(elsewhere)) == ("device", True)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2 or not ON_GPU, reason="needs two GPUs")
-def test_a_tensor_on_another_than_the_current_device() -> None:
-    for device in ("cuda:1", "cuda:0", "cuda:1"):
-        x, weight = (t.to(device).requires_grad_() for t in (torch.randn(64, 128), torch.randn(128)))
-        y, expected = rms_norm(x, weight, None, 1e-6, 0.0, "before"), formula(x, weight, 1e-6)
-        torch.testing.assert_close(y, expected)
-        ours, theirs = (torch.autograd.grad(t.square().sum(), (x, weight)) for t in (y, expected))
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-        assert torch.cuda.current_device() == 0

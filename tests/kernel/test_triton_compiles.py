@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 import torch
 
 from tests.support.gpu_compiler import compiled_for_gpu
-from twinkle.kernel.ops.moe import triton_kernels, triton_launch, triton_routing
+from twinkle.kernel.ops.moe import triton_block, triton_kernels, triton_launch, triton_router, triton_routing
 from twinkle.loss import triton_token_losses
 
 pytestmark = pytest.mark.skipif(
@@ -92,11 +92,29 @@ def test_on_a_gpu_with_less_shared_memory(dtype: str) -> None:
 
 def test_the_route() -> None:
     types = dict.fromkeys(("counts_ptr", "totals_ptr", "ends_ptr", "places_ptr"), "*i32")
-    types |= {"index_ptr": "*i64", "slots_ptr": "*i64"}
+    types |= dict.fromkeys(("index_ptr", "slots_ptr", "tokens_ptr"), "*i64")
     shape = {"EXPERTS": 128, "BLOCK": triton_routing.CELLS // 128}
     for function in (triton_routing.count_kernel, triton_routing.place_kernel):
         assert compiled_for_gpu(function, types, shape, num_warps=8).asm["cubin"]
     assert compiled_for_gpu(triton_routing.scan_kernel, types, {"BLOCKS": 512}, num_warps=4).asm["cubin"]
+
+
+@pytest.mark.parametrize(("dtype", "scores"), [("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32")])
+@pytest.mark.parametrize("normalized", [True, False])
+def test_the_router(dtype: str, scores: str, normalized: bool) -> None:
+    types = {"logits_ptr": f"*{dtype}", "dlogits_ptr": f"*{dtype}", "index_ptr": "*i64"}
+    types |= dict.fromkeys(("scores_ptr", "grad_ptr"), f"*{scores}")
+    shape = {"TOP_K": 8, "NORMALIZED": normalized, "WIDTH": 128, "BLOCK": triton_router.CELLS // 128}
+    assert compiled_for_gpu(triton_router.choose_kernel, types, {**shape, "CHOICES": 8}, num_warps=4).asm["cubin"]
+    assert compiled_for_gpu(triton_router.choose_backward_kernel, types, shape, num_warps=4).asm["cubin"]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_shared_expert(dtype: str) -> None:
+    names = ("routed", "gate", "shared", "out", "grad", "dgate", "dshared")
+    types = dict.fromkeys((f"{name}_ptr" for name in names), f"*{dtype}")
+    for function in (triton_block.join_kernel, triton_block.join_backward_kernel):
+        assert compiled_for_gpu(function, types, {"COLUMNS": 1024}, num_warps=4).asm["cubin"]
 
 
 def test_experts_of_another_kind() -> None:

@@ -19,9 +19,10 @@ from twinkle.kernel.ops.glu import triton as glu
 from twinkle.kernel.ops.rms_norm import triton as rms_norm
 from twinkle.kernel.ops.rms_norm import triton_launch
 from twinkle.kernel.ops.rotary import triton as rotary
-from twinkle.kernel.ops.triton_programs import Memory, Program
 from twinkle.kernel.probe import random_tensor
 from twinkle.kernel.verify import allowed_error_used
+from twinkle.memory import Memory
+from twinkle.triton_programs import Program
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from twinkle.aten.launch import launch
+from twinkle.aten.launch import program
 from twinkle.aten.spec import Pullback
 from twinkle.aten.strided import MOST_PROGRAMS, triton_copy
 
@@ -50,8 +52,13 @@ def _draw_seed(device: torch.device) -> torch.Tensor:
 
 def _drop(source: torch.Tensor, p: float, seed: torch.Tensor) -> torch.Tensor:
     result = torch.empty_like(source)
-    total = source.numel()
+    _program(source.dtype, source.device, source.numel(), p)(result, source, seed)
+    return result
+
+
+@functools.lru_cache(maxsize=4096)
+def _program(dtype: torch.dtype, device: torch.device, total: int, p: float) -> Callable[..., None]:
+    """The launch for tensors of that dtype on that device."""
     grid = min(math.ceil(total / (4 * BLOCK)), MOST_PROGRAMS)
     wide = total + 4 * BLOCK * MOST_PROGRAMS >= 2**31
-    launch(drop, source.device, grid, result, source, seed, total, P=p, WIDE=wide, BLOCK=BLOCK)
-    return result
+    return program(drop, grid, total, P=p, WIDE=wide, BLOCK=BLOCK)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 
 import torch
 import triton
 
-from twinkle.aten.launch import launch, reinterpret
+from twinkle.aten.launch import program
 from twinkle.aten.strided import INTEGERS, MOST_PROGRAMS
 
 from .programs import gather_rows
@@ -23,12 +25,25 @@ def embedding_triton(
     sparse: bool = False,
 ) -> torch.Tensor:
     """See ``aten::embedding``. It moves bits; every index must be a row of the table."""
-    rows, width = weight.shape
-    result = torch.empty(*indices.shape, width, dtype=weight.dtype, device=weight.device)
-    integer = INTEGERS[weight.element_size()]
-    block = min(triton.next_power_of_2(width), MOST_COLUMNS)
-    grid = min(indices.numel() * math.ceil(width / block), MOST_PROGRAMS)
-    pointers = reinterpret(result, integer), reinterpret(weight, integer), indices.reshape(-1).contiguous()
-    numbers = rows, width, *weight.stride(), indices.numel()
-    launch(gather_rows, weight.device, grid, *pointers, *numbers, BLOCK=block)
+    result = torch.empty(*indices.shape, weight.shape[1], dtype=weight.dtype, device=weight.device)
+    indices = indices if indices.is_contiguous() else indices.contiguous()
+    gather = _program(weight.dtype, indices.dtype, weight.device, weight.shape, weight.stride(), indices.numel())
+    gather(result, weight, indices)
     return result
+
+
+@functools.lru_cache(maxsize=4096)
+def _program(
+    dtype: torch.dtype,
+    index_dtype: torch.dtype,
+    device: torch.device,
+    shape: tuple[int, int],
+    strides: tuple[int, int],
+    total: int,
+) -> Callable[..., None]:
+    """The launch for a table of that layout and so many indices, on that device."""
+    rows, width = shape
+    block = min(triton.next_power_of_2(width), MOST_COLUMNS)
+    grid = min(total * math.ceil(width / block), MOST_PROGRAMS)
+    integer = INTEGERS[dtype.itemsize]
+    return program(gather_rows, grid, rows, width, *strides, total, views=(integer, integer), BLOCK=block)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 
 import torch
 
-from twinkle.aten.launch import launch
+from twinkle.aten.launch import program
 from twinkle.aten.strided import BLOCK, MOST_PROGRAMS
 
 from .programs import silu_elements
@@ -15,6 +17,11 @@ from .programs import silu_elements
 def silu_triton(self: torch.Tensor) -> torch.Tensor:
     """See ``aten::silu``, for a tensor whose elements lie side by side."""
     result = torch.empty_like(self)
-    grid = min(math.ceil(self.numel() / BLOCK), MOST_PROGRAMS)
-    launch(silu_elements, self.device, grid, result, self, self.numel(), BLOCK=BLOCK)
+    _program(self.dtype, self.device, self.numel())(result, self)
     return result
+
+
+@functools.lru_cache(maxsize=4096)
+def _program(dtype: torch.dtype, device: torch.device, total: int) -> Callable[..., None]:
+    """The launch for tensors of that dtype on that device."""
+    return program(silu_elements, min(math.ceil(total / BLOCK), MOST_PROGRAMS), total, BLOCK=BLOCK)

@@ -6,20 +6,33 @@ from typing import Any
 
 import torch
 
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Tensors that are what they say; a subclass may be anything."""
+
+_WORDS = frozenset(
+    {int, bool, float, complex, str, type(None), torch.dtype, torch.layout, torch.device, torch.memory_format}
+)
+"""What else an argument may be, for its value to say all about it."""
+
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 """Python's numbers, a bool before the int that it is as well, and the dtypes that PyTorch makes tensors of them in."""
 
 
 class Arguments:
-    """Completes what the dispatcher hands over, which leaves out every argument that equals its default."""
+    """Completes what the dispatcher hands over, which leaves out every argument that equals its default.
+
+    Attributes:
+        leading: how many tensors, none of which can be left out, the arguments begin with.
+    """
 
     def __init__(self, overload: torch._ops.OpOverload) -> None:
         declared = overload._schema.arguments
         self._defaults = [_default(argument) for argument in declared]
         self._position = {argument.name: i for i, argument in enumerate(declared)}
-        self._is_tensor = [isinstance(argument.type, torch.TensorType) for argument in declared]
+        self._tensors = [i for i, argument in enumerate(declared) if isinstance(argument.type, torch.TensorType)]
         self._keyword_only = tuple(argument.name for argument in declared if argument.kwarg_only)
         self._positional = len(declared) - len(self._keyword_only)
+        self.leading = next((i for i in range(len(declared)) if i not in self._tensors), len(declared))
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """All arguments in the schema's order, defaults filled in."""
@@ -30,18 +43,45 @@ class Arguments:
 
     def call(self, function: Any, values: list[Any]) -> Any:
         """``function`` called as the operator is: what the schema has after its ``*``, by name."""
+        if not self._keyword_only:
+            return function(*values)
         by_name = dict(zip(self._keyword_only, values[self._positional :], strict=True))
         return function(*values[: self._positional], **by_name)
 
-    def wrap_numbers(self, args: tuple[Any, ...]) -> list[Any]:
+    def wrap_numbers(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """``x.copy_(5)`` hands over a number where the schema has a tensor, which a captured kernel wouldn't take."""
-        pairs = zip(args, self._is_tensor, strict=False)
-        return [_tensor_of(value) if is_tensor else value for value, is_tensor in pairs]
+        for place in self._tensors:
+            if place < len(args) and type(args[place]) in NUMBERS:
+                number = args[place]
+                args = (*args[:place], torch.tensor(number, dtype=NUMBERS[type(number)]), *args[place + 1 :])
+        return args
 
 
-def _tensor_of(value: Any) -> Any:
-    dtype = next((dtype for kind, dtype in NUMBERS.items() if isinstance(value, kind)), None)
-    return value if dtype is None else torch.tensor(value, dtype=dtype)
+def layout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """All of a call but the elements of its tensors and where they lie, as a key.
+
+    It holds no pending conjugation or negation, nor what autograd knows. None where a tensor doesn't tell what it is,
+    as subclasses and nested ones don't, or an argument is something that no operator of the library has.
+    """
+    key: list[Any] = []
+    try:
+        for value in args:
+            kind = type(value)
+            if kind in PLAIN:
+                key += (kind, value.layout, value.dtype, value.device, value.shape, value.stride())
+            elif kind in _WORDS:
+                key += (kind, value)
+            elif kind is list and all(type(number) is int for number in value):
+                key.append(tuple(value))
+            else:
+                return None
+    except RuntimeError:  # it has no sizes or strides that it could tell
+        return None
+    for name, value in kwargs.items():
+        if type(value) not in _WORDS:
+            return None
+        key += (name, type(value), value)
+    return tuple(key)
 
 
 def _default(argument: Any) -> Any:

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
+from twinkle.aten.arguments import PLAIN
 from twinkle.aten.spec import Condition
 from twinkle.aten.strided import CASTS, is_dense
 
 Call = Callable[[torch.Tensor], tuple[Any, ...]]
 """Makes all arguments of a call from one tensor."""
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class _Subclass(torch.Tensor):
@@ -31,7 +30,7 @@ def tensor(index: int, name: str, call: Call, *, without: Sequence[str] = ()) ->
     """
 
     def ordinary(*values: Any) -> bool:
-        return type(values[index]) in _PLAIN
+        return type(values[index]) in PLAIN
 
     def strided(*values: Any) -> bool:
         t = values[index]
@@ -57,6 +56,7 @@ def tensor(index: int, name: str, call: Call, *, without: Sequence[str] = ()) ->
             f"{name} carries no pending conjugation or negation",
             as_stored,
             lambda d: call(on(d, 3, 4, dtype=torch.complex64).conj()),
+            each_time=True,
         ),
         Condition("empty", f"{name} has elements", some, lambda d: call(on(d, 3, 0))),
     )

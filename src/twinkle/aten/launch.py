@@ -1,35 +1,37 @@
-"""Launching Triton programs: on the tensors' device, and with the interpreter's own doings set apart."""
+"""Launches of operators' Triton programs: each made once for calls of one layout, and remembered by who makes it."""
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
 from twinkle.aten.router import quietly
+from twinkle.triton_programs import Launch, Program, interpreted
 
-_DTYPES = {torch.uint8: tl.uint8, torch.int16: tl.int16, torch.int32: tl.int32, torch.int64: tl.int64}
-
-
-def reinterpret(tensor: torch.Tensor, dtype: torch.dtype) -> Any:
-    """The tensor's memory as integers of the same width, for a program; PyTorch sees no view."""
-    return triton.reinterpret(tensor, _DTYPES[dtype])
+WARPS = 4
 
 
-def launch(kernel: Any, device: torch.device, programs: int, *arguments: Any, **constants: Any) -> None:
-    """Runs ``programs`` programs of a ``@triton.jit`` function.
+def program(
+    kernel: Any, programs: int, *scalars: Any, views: tuple[torch.dtype | None, ...] = (), **constants: Any
+) -> Callable[..., None]:
+    """A function of the kernel's tensors that runs ``programs`` programs of it on the first one's device.
+
+    Whoever makes one remembers it for tensors of the same shapes, strides, dtypes and device: from the second call on a
+    launch is little more than the driver's. What Triton's interpreter calls of PyTorch meanwhile isn't the kernel's.
 
     Args:
-        device: that of the tensors among the arguments. A launch while another device is the current one would read
-            foreign memory.
+        kernel: a ``@triton.jit`` function: tensors, then ``scalars``, then the ``constants`` in any order.
+        views: see :class:`twinkle.triton_programs.Launch`.
     """
-    if triton.knobs.runtime.interpret:
+    made = Program(kernel, Launch((programs,), scalars, constants, WARPS, views))
+    return _quiet(made) if interpreted() else made
+
+
+def _quiet(made: Program) -> Callable[..., None]:
+    def run(*tensors: torch.Tensor) -> None:
         with quietly():
-            kernel[(programs,)](*arguments, **constants)
-        return
-    several = torch.get_device_module(device).device_count() > 1
-    with torch.get_device_module(device).device(device) if several else contextlib.nullcontext():
-        kernel[(programs,)](*arguments, **constants)
+            made(*tensors)
+
+    return run

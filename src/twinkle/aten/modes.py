@@ -7,7 +7,8 @@ from typing import Any
 from twinkle.aten.availability import triton_missing
 from twinkle.aten.errors import RegistrationError
 from twinkle.aten.profiles import MODES
-from twinkle.aten.serving import Serving
+from twinkle.aten.routes import routes_of
+from twinkle.aten.serving import Serving, best_level
 from twinkle.aten.spec import OperatorSpec
 from twinkle.platforms import Platform
 from twinkle.reasons import Reason, did_you_mean
@@ -17,6 +18,9 @@ class _Native(Serving):
     """No call is taken; all are counted."""
 
     def refusal(self, values: list[Any]) -> str | None:
+        return "native-mode"
+
+    def lasting_refusal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         return "native-mode"
 
 
@@ -34,8 +38,11 @@ def serving_in_mode(spec: OperatorSpec, platform: Platform, mode: str) -> Servin
         RegistrationError: unknown mode; or the Triton kernel is wanted where there is none, or Triton doesn't run.
     """
     check_mode(spec.name, mode)
-    if mode != "triton":
-        return (_Native if mode == "native" else Serving)(spec, platform)
+    if mode == "native":
+        return _Native(spec, platform)
+    if mode == "auto":
+        level = best_level(spec, platform)
+        return Serving(spec, platform, level, routes=routes_of(spec.name, spec.work, platform, level))
     if "triton" not in spec.kernels:
         raise RegistrationError(spec.name, Reason("no-triton", "it has no Triton kernel", "mode 'auto'"))
     missing = triton_missing(platform)

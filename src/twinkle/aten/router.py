@@ -69,23 +69,37 @@ def make_router(traffic: Traffic, native: Any, at_autograd: bool) -> Callable[..
     serving, counter, flight = traffic.serving, traffic.counter, traffic.flight
     if at_autograd and serving.is_detached:
         return _passing_router(traffic, native)
-    bind, refusal, wrap_numbers = serving.arguments.bind, serving.refusal, serving.arguments.wrap_numbers
+    arguments, notes_arrival = serving.arguments, serving.is_detached
+    bind, wrap_numbers = arguments.bind, arguments.wrap_numbers
+    lasting_refusal, refusal_this_time = serving.lasting_refusal, serving.refusal_this_time
+    ungradable = serving.ungradable if at_autograd else None
+    routes = serving.routes if arguments.leading else None
+    is_small = None if routes is None else routes.at_once(arguments.leading)
+    small = None if routes is None else routes.code_at_once
     serve = serving.run_with_gradient if at_autograd else serving.run
 
     def router(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if flight.busy or not traffic.open:
             flight.called_itself = flight.called_itself or not getattr(_quiet, "on", False)
             return native.call_boxed(keyset, *wrap_numbers(args), **kwargs)
-        flight.arrived = True
+        if notes_arrival:
+            flight.arrived = True
         _count(counter)
-        values = bind(args, kwargs)
-        reason = interference(at_autograd) or refusal(values) or (serving.ungradable(values) if at_autograd else None)
+        reason = small
+        plain = is_small is not None and is_small(args)
+        if not plain:
+            reason = interference(at_autograd) or lasting_refusal(args, kwargs)
+            if reason is None:
+                values = bind(args, kwargs)
+                reason = refusal_this_time(values)
+                if reason is None and ungradable is not None:
+                    reason = ungradable(values)
         flight.busy = True
-        flight.called_itself = False
         try:
             if reason is not None:
                 traffic.counts.fall_back(reason)
-                return native.call_boxed(keyset, *wrap_numbers(args), **kwargs)
+                return native.call_boxed(keyset, *(args if plain else wrap_numbers(args)), **kwargs)
+            flight.called_itself = False
             result = serve(values)
         except BaseException as error:
             traffic.counts.errors += reason is None

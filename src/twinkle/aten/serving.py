@@ -7,11 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
-from twinkle.aten.arguments import Arguments
+from twinkle.aten.arguments import Arguments, layout
 from twinkle.aten.availability import level_missing
+from twinkle.aten.routes import Routes
 from twinkle.aten.spec import Kernel, OperatorSpec, Pullback, Semantics
+from twinkle.memory import Memory
 from twinkle.platforms import Platform
 
 
@@ -23,17 +26,26 @@ class Serving:
         function: the kernel.
         arguments: what its arguments are.
         is_detached: autograd has to tie the result to its argument, which Python code can't.
+        routes: what was measured about its calls, where they go by that.
     """
 
     def __init__(
-        self, spec: OperatorSpec, platform: Platform, level: str | None = None, *, routed: bool = True
+        self,
+        spec: OperatorSpec,
+        platform: Platform,
+        level: str | None = None,
+        *,
+        routed: bool = True,
+        routes: Routes | None = None,
     ) -> None:
-        levels = (each for each in (platform.name, "triton") if each in spec.kernels)
-        self.level = level or next((each for each in levels if level_missing(each, platform) is None), "torch")
+        self.level = level or best_level(spec, platform)
         kernel = spec.kernels[self.level]
         self.arguments = Arguments(spec.overload)
         conditions = (*spec.conditions, *kernel.conditions, *(spec.routing if routed else ()))
-        self._conditions = [(condition.code, condition.holds) for condition in conditions]
+        self._lasting = [(c.code, c.holds) for c in conditions if not c.each_time]
+        self._each_time = [(c.code, c.holds) for c in conditions if c.each_time]
+        self._known: Memory[str] = Memory()
+        self.routes = routes
         self.is_detached = Semantics.DETACHED in spec.semantics
         self._in_place = Semantics.IN_PLACE in spec.semantics and not self.is_detached
         self.function = spec.home.load(kernel.path)
@@ -42,11 +54,25 @@ class Serving:
         self._differentiable = self._with_pullback(spec, kernel)
 
     def refusal(self, values: list[Any]) -> str | None:
-        """The code of the first condition that doesn't hold; None when the kernel takes the call."""
-        for code, holds in self._conditions:
-            if not holds(*values):
-                return code
-        return None
+        """The code of a condition that doesn't hold; None when the kernel takes the call."""
+        return self._lasting_refusal(values) or self.refusal_this_time(values)
+
+    def _lasting_refusal(self, values: list[Any]) -> str | None:
+        return _first_failing(self._lasting, values) or (self.routes and self.routes.refusal(values)) or None
+
+    def lasting_refusal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """Of the conditions that look at nothing but the layout, as the dispatcher hands it over; remembered."""
+        key = layout(args, kwargs)
+        code = self._known.get(key)
+        if code is None:
+            code = self._lasting_refusal(self.arguments.bind(args, kwargs)) or ""
+            if key is not None:
+                self._known.add(key, code)
+        return code or None
+
+    def refusal_this_time(self, values: list[Any]) -> str | None:
+        """Of the other conditions, which may hold at one call and not at the next."""
+        return _first_failing(self._each_time, values)
 
     def run(self, values: list[Any]) -> Any:
         """The kernel's result, without a gradient: for calls from below autograd."""
@@ -85,6 +111,19 @@ class Serving:
         return None if spec.gradient is None else functools.partial(spec.gradient, self.run)
 
 
+def best_level(spec: OperatorSpec, platform: Platform) -> str:
+    """Which of an operator's kernels serves on a platform."""
+    levels = (each for each in (platform.name, "triton") if each in spec.kernels)
+    return next((each for each in levels if level_missing(each, platform) is None), "torch")
+
+
+def _first_failing(conditions: list[tuple[str, Callable[..., bool]]], values: list[Any]) -> str | None:
+    for code, holds in conditions:
+        if not holds(*values):
+            return code
+    return None
+
+
 class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, serving: Serving, *values: Any) -> Any:
@@ -109,18 +148,23 @@ class _Differentiable(torch.autograd.Function):
         return (None, *grads, *[None] * (ctx.count - len(grads)))
 
 
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_is_tracing = torch._C._is_tracing
+_are_transforms_active = torch._C._are_functorch_transforms_active
+
+
 def interference(at_autograd: bool) -> str | None:
     """Why no kernel of ours can serve any call just now.
 
     At an autograd key a call may come from inside a transform, for which an ``autograd.Function`` has no rules.
     """
-    if torch._C._len_torch_dispatch_stack():
+    if _dispatch_modes():
         return "dispatch-mode"  # it wants to see what is called, or has tensors without data
-    if torch._C._is_tracing():
+    if _is_tracing():
         return "jit-trace"  # sizes and numbers that Python code asks for become nodes of the graph
     if at_autograd:
-        if torch._C._are_functorch_transforms_active():
+        if _are_transforms_active():
             return "functorch"
-        if torch.autograd.forward_ad._current_level >= 0:
+        if forward_ad._current_level >= 0:
             return "forward-mode-ad"
     return None

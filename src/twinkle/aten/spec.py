@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from twinkle.aten.errors import RegistrationError
 from twinkle.aten.home import Home
 from twinkle.aten.keys import DEFAULT_KEY
+from twinkle.aten.routes import Work
 from twinkle.platforms import PLATFORMS
 from twinkle.reasons import Reason, did_you_mean
 
@@ -57,12 +58,16 @@ class Condition:
         text: what holds, for people; the operator's documents are made of it.
         holds: called with all the operator's arguments, in the schema's order.
         beyond: ``beyond(device)`` gives arguments for which it doesn't hold; tests show that native serves them.
+        each_time: it looks at more than the layout: at elements, at where they lie, at pending conjugation or negation,
+            at what autograd knows of a tensor. Any other condition is asked once for calls whose tensors have the same
+            types, dtypes, shapes, strides and devices, and whose other arguments are equal.
     """
 
     code: str
     text: str
     holds: Callable[..., bool]
     beyond: Callable[[torch.device], tuple[Any, ...]]
+    each_time: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,8 @@ class OperatorSpec:
         semantics: see :class:`Semantics`.
         kernels: by level. ``"torch"`` is made of other ATen operators, and is the operator's kernel where there is no
             other: ``"triton"`` where Triton runs, and before that the one under a platform's name on that platform.
-        conditions: which calls the kernels take; all others are native's. Checked in this order.
+        conditions: which calls the kernels take; all others are native's. Checked in this order, those that are asked
+            each time after the others.
         gradient: the derivative, needed where a kernel is installed at an autograd key; None where the result has none
             (:data:`WITHOUT_GRADIENT`), where every kernel has its own, and with ``pullback``.
         pullback: path of ``pullback(grad, *arguments)``, for a derivative that needs the arguments: the gradients of
@@ -112,6 +118,7 @@ class OperatorSpec:
             this operator calls. Both are registered and taken back together.
         routing: beyond these the kernel could take a call, but PyTorch's own is faster. They are looked at last, and
             only in the mode ``"auto"``.
+        work: what a call's time goes by, for routes that were measured: see :mod:`twinkle.aten.routes`.
         differentiable: positions of the arguments that may have a gradient; all tensors when left out.
         reference: the CPU reference, ``"reference:clone_reference"``: the operator's signature, and its maths in the
             plainest form.
@@ -137,6 +144,7 @@ class OperatorSpec:
     pullback: str | None = None
     derivative: str | None = None
     routing: tuple[Condition, ...] = ()
+    work: Work = field(default_factory=Work)
     differentiable: tuple[int, ...] | None = None
     judge: str | None = None
     by_design: str | None = None

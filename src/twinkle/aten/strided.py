@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -75,33 +76,47 @@ def triton_copy(to: torch.Tensor, source: torch.Tensor) -> None:
         source: the same shape, any strides, on the same device, not overlapping ``to``. Another dtype is converted,
             both being in :data:`CASTS`.
     """
-    from twinkle.aten import triton_kernels as kernels
-    from twinkle.aten.launch import launch, reinterpret
+    _copying(to.dtype, source.dtype, to.device, to.shape, to.stride(), source.stride())(to, source)
 
-    layout: tuple[tuple[int, ...], ...] = to.shape, to.stride(), source.stride()
-    pointers: tuple[Any, Any] = to, source
-    if to.dtype == source.dtype:
-        itemsize = to.element_size()
+
+@functools.lru_cache(maxsize=4096)
+def _copying(
+    to_dtype: torch.dtype,
+    source_dtype: torch.dtype,
+    device: torch.device,
+    sizes: tuple[int, ...],
+    to_strides: tuple[int, ...],
+    source_strides: tuple[int, ...],
+) -> Callable[..., None]:
+    """The copy between two layouts, as a function of the tensors."""
+    from twinkle.aten import triton_kernels as kernels
+    from twinkle.aten.launch import program
+
+    layout: tuple[tuple[int, ...], ...] = sizes, to_strides, source_strides
+    views: tuple[torch.dtype, ...] = ()
+    if to_dtype == source_dtype:
+        itemsize = to_dtype.itemsize
         if itemsize > _WIDEST:  # complex128, as pairs
             doubled = ((*(2 * stride for stride in strides), 1) for strides in layout[1:])
-            layout = (*to.shape, 2), *doubled
-        integer = INTEGERS[min(itemsize, _WIDEST)]
-        pointers = reinterpret(to, integer), reinterpret(source, integer)
+            layout = (*sizes, 2), *doubled
+        views = (INTEGERS[min(itemsize, _WIDEST)],) * 2
     sizes, to_strides, source_strides, tiled, wide = make_plan(*layout)
+    constants: dict[str, Any] = {"WIDE": wide}
     if not tiled:
-        grid = min(math.ceil(math.prod(sizes) / BLOCK), MOST_PROGRAMS)
-        walk = math.prod(sizes), sizes, to_strides, source_strides
-        launch(kernels.copy_elements, to.device, grid, *pointers, *walk, RANK=len(sizes), WIDE=wide, BLOCK=BLOCK)
-        return
+        total = math.prod(sizes)
+        grid = min(math.ceil(total / BLOCK), MOST_PROGRAMS)
+        constants |= {"RANK": len(sizes), "BLOCK": BLOCK}
+        walk = total, sizes, to_strides, source_strides
+        return program(kernels.copy_elements, grid, *walk, views=views, **constants)
     tile = [(sizes[d], to_strides[d], source_strides[d]) for d in (tiled, 0)]
     others = [d for d in range(len(sizes)) if d not in (tiled, 0)]
     batch = [tuple(of[d] for d in others) for of in (sizes, to_strides, source_strides)]
     batches = math.prod(batch[0])
     (rows, columns), *tile_strides = zip(*tile, strict=True)
     grid = min(math.ceil(rows / TILE) * math.ceil(columns / TILE) * batches, MOST_PROGRAMS)
+    constants |= {"RANK": len(others), "ROWS": TILE, "COLUMNS": TILE}
     numbers = (rows, columns, batches, *tile_strides[0], *tile_strides[1])
-    constants = {"RANK": len(others), "WIDE": wide, "ROWS": TILE, "COLUMNS": TILE}
-    launch(kernels.copy_tiles, to.device, grid, *pointers, *numbers, *batch, **constants)
+    return program(kernels.copy_tiles, grid, *numbers, *batch, views=views, **constants)
 
 
 def torch_copy(to: torch.Tensor, source: torch.Tensor) -> None:

@@ -2,14 +2,18 @@
 
 ``python -m benchmarks.aten`` shows it; ``twinkle.aten.install("auto")`` goes by it.
 
-The candidates of a case: ``native``; our kernel as users get it, registered, named by what it is written in
-(``triton``, ``torch``); the same ``direct``, without PyTorch's dispatcher; and ``flag_gems``, where it can be imported.
+The candidates of a case: ``native``; our kernel registered, named by what it is written in (``triton``, ``torch``);
+where the call's route is another, what users get with the registration: ``native, routed``; our kernel ``direct``,
+without PyTorch's dispatcher; ``native, delegated``, an override in Python that does nothing but call PyTorch's own, so
+what no registration can do without; and ``flag_gems``, where it can be imported.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,6 +23,8 @@ import torch
 from twinkle.aten.harness.cases import Case, benchmark_cases
 from twinkle.aten.harness.compare import difference, exact, shares_memory
 from twinkle.aten.harness.listed import benchmark_file
+from twinkle.aten.keys import effective_keys
+from twinkle.aten.routes import every_size
 from twinkle.aten.serving import Serving
 from twinkle.aten.spec import OperatorSpec, Semantics
 from twinkle.bench.clocks import Call, clock_for, host_clock_for, interleaved
@@ -29,6 +35,8 @@ from twinkle.reasons import Reason
 NATIVE = "native"
 PEER = "flag_gems"
 DIRECT = ", direct"
+ROUTED = f"{NATIVE}, routed"
+FLOOR = f"{NATIVE}, delegated"
 
 
 def size_for(device: torch.device) -> str:
@@ -37,7 +45,14 @@ def size_for(device: torch.device) -> str:
 
 
 def measure(
-    spec: OperatorSpec, platform: Platform, *, size: str, rounds: int, seconds: float, peer: bool = True
+    spec: OperatorSpec,
+    platform: Platform,
+    *,
+    size: str,
+    rounds: int,
+    seconds: float,
+    peer: bool = True,
+    floor: bool = False,
 ) -> Iterator[Result]:
     """The rows of all cases of an operator; a candidate that isn't timed has one with the reason.
 
@@ -47,6 +62,7 @@ def measure(
         rounds: samples of each candidate, at most.
         seconds: about how long the rounds of one case may take, for all candidates together.
         peer: whether FlagGems takes part.
+        floor: whether what only delegates does.
 
     Raises:
         InputsError: its list of calls can't be used.
@@ -59,7 +75,7 @@ def measure(
     cases = zip(benchmark_cases(spec, size), benchmark_cases(spec, "quick"), strict=True)
     for case, small in cases:
         try:
-            yield from _Timed(spec, platform, case, small).rows(rounds, seconds, peer)
+            yield from _Timed(spec, platform, case, small).rows(rounds, seconds, peer, floor)
         except torch.OutOfMemoryError:
             dtype = str(case.dtype).removeprefix("torch.")
             yield Result(f"aten/{case.name}", EVERYBODY, "-", dtype, note="the device's memory is too small for it")
@@ -78,11 +94,16 @@ def _never_timed(spec: OperatorSpec) -> str | None:
 
 
 def wins(rows: list[Result]) -> list[str]:
-    """The cases in which our kernel, registered, is faster than native by more than the noise: p80 against p20."""
+    """The cases in which our kernel, registered, is faster than native by more than the noise: p80 against p20.
+
+    Not those whose route is native: there nobody gets it.
+    """
     native = {(r.case, r.dtype): r.ms["p20"] for r in rows if r.ms and r.who == NATIVE}
+    routed = {(r.case, r.dtype) for r in rows if r.who == ROUTED}
     # Ours has the name of what it is written in, which may be a platform's.
-    ours = [r for r in rows if r.ms and r.who not in (NATIVE, PEER) and not r.who.endswith(DIRECT)]
-    return [f"{r.case} {r.dtype}" for r in ours if r.ms and r.ms["p80"] < native[r.case, r.dtype]]
+    ours = [r for r in rows if r.ms and r.who not in (NATIVE, ROUTED, FLOOR, PEER) and not r.who.endswith(DIRECT)]
+    found = [(r.case, r.dtype) for r in ours if r.ms and r.ms["p80"] < native[r.case, r.dtype]]
+    return [" ".join(case) for case in found if case not in routed]
 
 
 class _Timed:
@@ -99,22 +120,37 @@ class _Timed:
         return self.serving.arguments.call(functools.partial(functools.partial, function or self.spec.overload), values)
 
     def _registered(self) -> AbstractContextManager[Any]:
+        with every_size():
+            return self.spec.register_a1(platform=self.platform.name)
+
+    def _as_users_get_it(self) -> AbstractContextManager[Any]:
         return self.spec.register_a1(platform=self.platform.name)
 
+    def _is_routed(self) -> bool:
+        with self.spec.register_a1(platform=self.platform.name) as registration:
+            self._operator(self.case.values(self.device))()
+        return registration.counts.kernel == 0
+
     @torch.no_grad()
-    def rows(self, rounds: int, seconds: float, peer: bool) -> Iterator[Result]:
+    def rows(self, rounds: int, seconds: float, peer: bool, floor: bool) -> Iterator[Result]:
         """See :func:`measure`."""
         level = self.serving.level
         call = self._operator(self.values)
         calls: dict[str, Call] = {NATIVE: call}
+        within: dict[str, Any] = {level: self._registered, ROUTED: self._as_users_get_it}
+        if floor:
+            calls[FLOOR] = call
+            within[FLOOR] = functools.partial(delegating, self.spec, self.platform)
         problem = self._problem()
         if problem is not None:
             yield self._row(level, note=problem)
         else:
             direct = self._operator(self.values, self.serving.function)
             calls |= {level: call, f"{level}{DIRECT}": direct}
+            if self._is_routed():
+                calls[ROUTED] = call
         limits: dict[str, Any] = {"rounds": rounds, "seconds": seconds / (1 if self.device.type == "cpu" else 2)}
-        yield from self._timed(calls, {level: self._registered}, limits)
+        yield from self._timed(calls, within, limits)
         if peer:
             gems = _flag_gems()
             if isinstance(gems, Reason):
@@ -147,7 +183,7 @@ class _Timed:
         judged = self.spec.judge is not None or Semantics.ROUNDS in self.spec.semantics
         case = self.small if judged else self.case
         ours, theirs = case.values(self.device), case.values(self.device)
-        with self.spec.register_a1(platform=self.platform.name) as registration:
+        with every_size(), self.spec.register_a1(platform=self.platform.name) as registration:
             result = self._operator(ours)()
         if registration.counts.kernel != 1:
             return f"native serves it: {', '.join(registration.counts.fallbacks)}"
@@ -176,6 +212,26 @@ class _Timed:
     def _row(self, who: str, **fields: Any) -> Result:
         shape = "x".join(map(str, next(v.shape if isinstance(v, torch.Tensor) else v for v in self.values)))
         return Result(f"aten/{self.case.name}", who, shape or "scalar", str(self.case.dtype).split(".")[1], **fields)
+
+
+@contextlib.contextmanager
+def delegating(spec: OperatorSpec, platform: Platform) -> Iterator[None]:
+    """Meanwhile Python code that does nothing else calls PyTorch's own kernels, where ours would be registered."""
+    keys = effective_keys(spec.overload, platform)
+    native = {key: torch.library.get_kernel(spec.overload, key) for key in keys}
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning only once for all operators")
+            for key in keys:
+                library.impl(spec.overload, _delegate(native[key]), key, with_keyset=True)
+        yield
+    finally:
+        library._destroy()
+
+
+def _delegate(native: Any) -> Callable[..., Any]:
+    return lambda keyset, *args, **kwargs: native.call_boxed(keyset, *args, **kwargs)
 
 
 def _same(result: Any, expected: Any) -> bool:

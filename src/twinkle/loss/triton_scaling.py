@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from twinkle.kernel.ops.triton_programs import on_device
+from twinkle.triton_programs import on_device
 
 BLOCK = 4096
 

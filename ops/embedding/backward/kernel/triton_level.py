@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 
-from twinkle.aten.launch import launch
+from twinkle.aten.launch import program
 from twinkle.aten.strided import MOST_PROGRAMS
 
 from .programs import sum_rows
@@ -25,10 +27,19 @@ def embedding_dense_backward_triton(
     rows, positions = torch.sort(indices.reshape(-1), stable=True)
     ends = torch.searchsorted(rows, rows, right=True)
     result = torch.zeros(num_weights, width, dtype=grads.dtype, device=grads.device)
+    numbers = width, padding_idx, total, *grads.stride()
+    sum_up = _program(grads.dtype, rows.dtype, grads.device, numbers, scale_grad_by_freq)
+    sum_up(result, grads, rows, positions, ends)
+    return result
+
+
+@functools.lru_cache(maxsize=4096)
+def _program(
+    dtype: torch.dtype, index_dtype: torch.dtype, device: torch.device, numbers: tuple[int, ...], mean: bool
+) -> Callable[..., None]:
+    """The launch for tensors of those dtypes on that device; ``numbers`` are the kernel's own."""
+    width, _, total, *_ = numbers
     block = min(triton.next_power_of_2(width), MOST_COLUMNS)
     grid = min(total * math.ceil(width / block), MOST_PROGRAMS)
-    numbers = width, padding_idx, total, *grads.stride()
-    wide = tl.float64 if grads.dtype is torch.float64 else tl.float32
-    constants = {"MEAN": scale_grad_by_freq, "WIDE": wide, "BLOCK": block}
-    launch(sum_rows, grads.device, grid, result, grads, rows, positions, ends, *numbers, **constants)
-    return result
+    wide = tl.float64 if dtype is torch.float64 else tl.float32
+    return program(sum_rows, grid, *numbers, MEAN=mean, WIDE=wide, BLOCK=block)

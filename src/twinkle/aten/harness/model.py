@@ -17,6 +17,7 @@ import torch
 from torch.utils import deterministic
 
 from twinkle.aten.home import spec_beside
+from twinkle.aten.routes import every_size
 
 TOKENS = 8
 
@@ -42,7 +43,7 @@ def observe_model(device: str, model: dict[str, Any], registrations: list[dict[s
     preset, dtype = settings.pop("preset", "qwen3"), getattr(torch, settings.pop("dtype", "float32"))
     built = presets.build(preset, dtype=dtype, device=device, **settings)
     batch = presets.inputs(built, device=device)
-    with contextlib.ExitStack() as stack:
+    with every_size(), contextlib.ExitStack() as stack:
         live = {}
         for registration in registrations:
             counter: dict[str, int] = {}

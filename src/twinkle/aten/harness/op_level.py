@@ -17,10 +17,12 @@ from twinkle.aten.harness.cases import Case, cases
 from twinkle.aten.harness.observe import Call, Seen, differences
 from twinkle.aten.harness.outcome import Outcome, started
 from twinkle.aten.harness.refused import refused_calls
+from twinkle.aten.harness.remembered import looks_at_more
 from twinkle.aten.profiles import Profile
 from twinkle.aten.registration import Registration
-from twinkle.aten.serving import Serving
-from twinkle.aten.spec import OperatorSpec, Semantics
+from twinkle.aten.routes import every_size
+from twinkle.aten.serving import Serving, best_level
+from twinkle.aten.spec import Condition, OperatorSpec, Semantics
 
 CONTEXTS: dict[str, Callable[[str], AbstractContextManager[Any]]] = {
     "with gradients": lambda device_type: torch.enable_grad(),
@@ -33,6 +35,11 @@ CONTEXTS: dict[str, Callable[[str], AbstractContextManager[Any]]] = {
 
 def run(spec: OperatorSpec, profile: Profile) -> Outcome:
     """Everything that a caller could notice is as natively, and the kernel served what its conditions allow."""
+    with every_size():
+        return _run(spec, profile)
+
+
+def _run(spec: OperatorSpec, profile: Profile) -> Outcome:
     outcome = started(spec, "op", profile)
     if outcome.not_run is None and spec.by_design is not None:
         _check_by_design(outcome, spec, profile)
@@ -66,6 +73,9 @@ def _check(outcome: Outcome, spec: OperatorSpec, profile: Profile) -> dict[str, 
             wrong += f"; the kernel, which calls the operator itself, is at {places.of_function(spec, kernel)}"
         outcome.check(wrong, by in expected)
     outcome.check("no call reached the kernel", registration.counts.kernel > 0)
+    for condition in _conditions(spec, profile):
+        text = f"the condition {condition.code!r} looks at more than the layout, so it has to say each_time=True"
+        outcome.check(text, not looks_at_more(condition, torch.device(profile.device)))
     _check_finite_differences(outcome, spec, profile)
     with contextlib.suppress(Exception):  # that is noted above
         _operator(spec)(next(cases(spec)).values(profile.device))
@@ -103,6 +113,10 @@ def _check_by_design(outcome: Outcome, spec: OperatorSpec, profile: Profile) -> 
     outcome.facts = {"kernel": taken, "level": serving.level, "registered": "never, by design"}
 
 
+def _conditions(spec: OperatorSpec, profile: Profile) -> tuple[Condition, ...]:
+    return (*spec.conditions, *spec.kernels[best_level(spec, profile.found)].conditions, *spec.routing)
+
+
 Enter = Callable[[], AbstractContextManager[Any]]
 
 
@@ -116,7 +130,7 @@ def _calls(spec: OperatorSpec, profile: Profile) -> Iterator[tuple[Call, Enter, 
             differentiate = context == "with gradients" and Semantics.ALLOCATES not in spec.semantics
             call = Call.of(f"{case.name}, {context}", case.values(device), spec, differentiate=differentiate)
             yield call, functools.partial(enter, device.type), [[refusal or "kernel"]]
-    conditions = (*spec.conditions, *spec.kernels[serving.level].conditions, *spec.routing)
+    conditions = _conditions(spec, profile)
     for condition in conditions:
         try:
             arguments = list(condition.beyond(device))

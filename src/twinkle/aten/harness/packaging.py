@@ -37,9 +37,11 @@ spec = module.register_a1.__self__
 assert (spec.name, spec.home.is_script) == (name, is_script), spec
 print("import", flush=True)
 if "register" in task["stages"]:
+    from twinkle.aten.routes import every_size
     counter = {}
     try:
-        registration = module.register_a1(task["dispatch_key"], counter, task["platform"])
+        with every_size():
+            registration = module.register_a1(task["dispatch_key"], counter, task["platform"])
         assert not registration.closed and registration.keys and spec.by_design is None
     except NotImplementedError as refusal:
         assert spec.by_design and spec.by_design in str(refusal)

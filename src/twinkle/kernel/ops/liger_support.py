@@ -18,10 +18,10 @@ from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
 from twinkle.kernel.ops.torch_support import transformed
-from twinkle.kernel.ops.triton_programs import on_device
 from twinkle.kernel.ops.triton_support import DTYPES, interpreted
 from twinkle.platforms import platform_of
 from twinkle.reasons import Reason
+from twinkle.triton_programs import on_device
 
 if TYPE_CHECKING:
     from twinkle.kernel.targets import Site

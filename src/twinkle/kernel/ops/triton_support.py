@@ -15,20 +15,13 @@ from torch.compiler import is_compiling
 from twinkle.kernel.ops.torch_support import transformed
 from twinkle.platforms import platform_of
 from twinkle.reasons import Reason
+from twinkle.triton_programs import interpreted
 
 if TYPE_CHECKING:
     from twinkle.kernel.targets import Site
 
 GPU_TYPES = ("cuda", "xpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@functools.cache
-def interpreted() -> bool:
-    """Whether Triton runs its programs on the CPU: decided when Triton is imported, by TRITON_INTERPRET."""
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
 
 
 def available() -> tuple[bool, Reason | None]:
@@ -194,3 +187,23 @@ def gradients_with_graph(
     wanted = [alias for alias, is_needed in zip(aliases, needed, strict=True) if is_needed]
     found = iter(torch.autograd.grad(function(*aliases), wanted, grad, create_graph=True))  # type: ignore[arg-type]
     return tuple(next(found) if is_needed else None for is_needed in needed)
+
+
+def library_op(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a function that launches Triton kernels an operator that compilers can trace.
+
+    On a GPU a ``triton_op``, into whose kernel inductor can see; where Triton is interpreted an opaque ``custom_op``.
+
+    Args:
+        name: ``"twinkle::…"``.
+        fake: gives empty results of the right shapes, dtypes and strides.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        launchable(torch.device("meta"))  # finds out what a compiler could not trace
+        make: Any = torch.library.custom_op if interpreted() else torch.library.triton_op
+        op = make(name, function, mutates_args=())
+        op.register_fake(fake)
+        return op
+
+    return decorate

@@ -20,10 +20,18 @@ from twinkle.kernel.ops.computed_again import computed_again
 from twinkle.kernel.ops.derived import layer
 from twinkle.kernel.ops.glu import triton_kernels as kernels
 from twinkle.kernel.ops.glu.reference import ACTIVATIONS
-from twinkle.kernel.ops.triton_programs import Launch, Make, Memory, Program, Traced, library_op
-from twinkle.kernel.ops.triton_support import call_reason, device_reason, gradients_with_graph, rows_of, tuned
+from twinkle.kernel.ops.triton_support import (
+    call_reason,
+    device_reason,
+    gradients_with_graph,
+    library_op,
+    rows_of,
+    tuned,
+)
 from twinkle.kernel.ops.worthwhile import slower_for
+from twinkle.memory import Memory
 from twinkle.reasons import Reason
+from twinkle.triton_programs import Launch, Make, Program, Traced
 
 if TYPE_CHECKING:
     from twinkle.kernel.ops.glu.reference import GluVariant

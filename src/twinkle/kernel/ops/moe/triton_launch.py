@@ -14,7 +14,8 @@ import triton
 from twinkle.kernel.ops.moe import triton_kernels as kernels
 from twinkle.kernel.ops.moe.experts_reference import Gate
 from twinkle.kernel.ops.moe.routing import Route
-from twinkle.kernel.ops.triton_programs import Launch, Memory, Program, on_device
+from twinkle.memory import Memory
+from twinkle.triton_programs import Launch, Program, on_device
 
 
 class Projection(NamedTuple):

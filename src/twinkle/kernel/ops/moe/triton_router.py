@@ -18,9 +18,10 @@ from torch.compiler import is_compiling
 
 from twinkle.kernel.ops.derived import layer
 from twinkle.kernel.ops.moe.router_reference import MoeRouterVariant, Routed, scores_of
-from twinkle.kernel.ops.triton_programs import Launch, Memory, Program
 from twinkle.kernel.ops.triton_support import call_reason, device_reason, gradients_with_graph
+from twinkle.memory import Memory
 from twinkle.reasons import Reason
+from twinkle.triton_programs import Launch, Program
 
 if TYPE_CHECKING:
     from twinkle.kernel.targets import Site

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from twinkle.kernel.ops.moe.routing import Route
-from twinkle.kernel.ops.triton_programs import Launch, Memory, Program
+from twinkle.memory import Memory
+from twinkle.triton_programs import Launch, Program
 
 CELLS = 16384
 """Slots of a program times experts."""

@@ -15,9 +15,17 @@ from twinkle.kernel.ops.rms_norm import triton_launch
 from twinkle.kernel.ops.rms_norm.gated_reference import gated_rms_norm
 from twinkle.kernel.ops.rms_norm.reference import rms_norm as reference_rms_norm
 from twinkle.kernel.ops.rms_norm.triton_launch import WIDEST, Kind
-from twinkle.kernel.ops.triton_programs import Memory, Program, Traced, Workspace, library_op, workspace
-from twinkle.kernel.ops.triton_support import call_reason, device_reason, gradients_with_graph, has_rows, rows_reason
+from twinkle.kernel.ops.triton_support import (
+    call_reason,
+    device_reason,
+    gradients_with_graph,
+    has_rows,
+    library_op,
+    rows_reason,
+)
+from twinkle.memory import Memory
 from twinkle.reasons import Reason
+from twinkle.triton_programs import Program, Traced, Workspace, workspace
 
 if TYPE_CHECKING:
     from twinkle.kernel.ops.rms_norm.gated_reference import GatedRMSNormVariant

@@ -9,8 +9,8 @@ import torch
 import triton
 
 from twinkle.kernel.ops.rms_norm import triton_kernels as kernels
-from twinkle.kernel.ops.triton_programs import Launch, Make, Workspace
 from twinkle.kernel.ops.triton_support import Rows, far, processors, rows_of, tuned
+from twinkle.triton_programs import Launch, Make, Workspace
 
 Kind = tuple[float, float, str]
 """``(eps, offset, cast)``: see :mod:`twinkle.kernel.ops.rms_norm.reference`."""

@@ -1,4 +1,5 @@
-"""Launching Triton kernels: eagerly at little more than the driver's cost, and under a compiler so that it can see in.
+"""Launching Triton kernels, of both levels: eagerly at little more than the driver's cost, and under a compiler so that
+it can see in.
 
 Triton finds the compiled program anew at each call, from every argument. Here an op remembers, for each layout of
 tensors that it meets, a :class:`Program`: everything of the launch but the addresses.
@@ -9,22 +10,30 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
-from twinkle.kernel.ops.triton_support import interpreted, launchable
 
-T = TypeVar("T")
+@functools.cache
+def interpreted() -> bool:
+    """Whether Triton runs its programs on the CPU: decided when Triton is imported, by TRITON_INTERPRET."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
 
 
 class Launch(NamedTuple):
-    """Everything of one kernel launch but its tensors: grid, the arguments after the tensors, compile-time values."""
+    """Everything of one kernel launch but its tensors: grid, the arguments after the tensors, compile-time values.
+
+    ``views`` are the dtypes as whose elements the kernel sees the first tensors' memory; None leaves a tensor its own.
+    """
 
     grid: tuple[int, ...]
     scalars: tuple[Any, ...]
     constants: dict[str, Any]
     warps: int
+    views: tuple[torch.dtype | None, ...] = ()
 
 
 class Program:
@@ -64,13 +73,24 @@ class Program:
     def _as_triton_does(self, tensors: tuple[torch.Tensor | None, ...], aligned: bool) -> None:
         first = tensors[0]
         assert first is not None
-        grid, scalars, constants, warps = self.launch
+        grid, scalars, constants, warps, views = self.launch
         with on_device(first):
-            program = self.kernel[grid](*tensors, *scalars, **constants, num_warps=warps)
+            program = self.kernel[grid](*_seen_as(tensors, views), *scalars, **constants, num_warps=warps)
         if aligned and hasattr(program, "packed_metadata"):  # an interpreter gives nothing back
             names = self.kernel.arg_names[len(tensors) + len(scalars) :]
             self._rest = (*scalars, *(constants[name] for name in names))
             self._start = _start(program, grid, first.device)
+
+
+def _seen_as(tensors: tuple[torch.Tensor | None, ...], views: tuple[torch.dtype | None, ...]) -> tuple[Any, ...]:
+    """The tensors as a kernel gets them. PyTorch sees no view of any."""
+    if not any(views):
+        return tensors
+    import triton
+
+    names = {dtype: getattr(triton.language, str(dtype).removeprefix("torch.")) for dtype in views if dtype}
+    first = (triton.reinterpret(t, names[dtype]) if dtype else t for t, dtype in zip(tensors, views, strict=False))
+    return (*first, *tensors[len(views) :])
 
 
 def _start(program: Any, grid: tuple[int, ...], device: torch.device) -> Callable[[list[Any]], None]:
@@ -82,14 +102,15 @@ def _start(program: Any, grid: tuple[int, ...], device: torch.device) -> Callabl
     if triton.__version__.startswith("3.6.") and device.type == "cuda" and torch.version.hip is None:
         quick = _quick(program, grid, device)
     start = quick or (lambda arguments: program[grid](*arguments))
-    if device.type != "cuda" or not several_devices():
+    if not several_devices(device.type):
         return start
+    module = torch.get_device_module(device)
 
     def start_there(arguments: list[Any]) -> None:
-        if torch.cuda.current_device() == device.index:
+        if module.current_device() == device.index:
             start(arguments)
         else:
-            with torch.cuda.device(device):
+            with module.device(device):
                 start(arguments)
 
     return start_there
@@ -124,11 +145,12 @@ class Traced:
     """The same inside a library operator, in a way that a compiler can see through. Used once."""
 
     def __init__(self, kernel: Any, launch: Launch) -> None:
+        assert not any(launch.views), "a compiler would see other dtypes than the kernel"
         self.kernel = kernel if interpreted() else torch.library.wrap_triton(kernel)
         self.launch = launch
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
-        grid, scalars, constants, warps = self.launch
+        grid, scalars, constants, warps, _ = self.launch
         self.kernel[grid](*tensors, *scalars, **constants, num_warps=warps)
 
 
@@ -136,26 +158,16 @@ Make = Callable[[Any, Launch], Callable[..., None]]
 """``Program`` or ``Traced``: makes a function of the tensors from a kernel and its launch."""
 
 
-class Memory(dict[Any, T]):
-    """What was found out about layouts of tensors, by a key that tells them apart."""
-
-    MOST = 4096
-    """Every shape leaves an entry; when that many have come, all are forgotten."""
-
-    def add(self, key: Any, value: T) -> T:
-        if len(self) >= self.MOST:
-            self.clear()
-        self[key] = value
-        return value
-
-
 # --- devices and streams ----------------------------------------------------------------------------------------------
 
 
 def on_device(tensor: torch.Tensor) -> Any:
     """Makes the tensor's device the current one for a launch; nothing to do when it is."""
-    if tensor.is_cuda and several_devices() and tensor.device.index != torch.cuda.current_device():
-        return torch.cuda.device(tensor.device)
+    device = tensor.device
+    if several_devices(device.type):
+        module = torch.get_device_module(device)
+        if device.index != module.current_device():
+            return module.device(device)
     return _NOTHING
 
 
@@ -163,9 +175,9 @@ _NOTHING = contextlib.nullcontext()
 
 
 @functools.cache
-def several_devices() -> bool:
-    """Whether a tensor's device may be another one than the current."""
-    return torch.cuda.device_count() > 1
+def several_devices(kind: str) -> bool:
+    """Whether a tensor's device, of that type, may be another one than the current."""
+    return kind not in ("cpu", "meta") and torch.get_device_module(kind).device_count() > 1
 
 
 class Workspace:
@@ -195,26 +207,3 @@ def workspace(device: torch.device, counters: int, floats: int) -> Workspace:
     if found is None or found.size[0] < counters or found.size[1] < floats:
         found = _workspaces[key] = Workspace(device, counters, floats)
     return found
-
-
-# --- under a compiler -------------------------------------------------------------------------------------------------
-
-
-def library_op(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a function that launches Triton kernels an operator that compilers can trace.
-
-    On a GPU a ``triton_op``, into whose kernel inductor can see; where Triton is interpreted an opaque ``custom_op``.
-
-    Args:
-        name: ``"twinkle::…"``.
-        fake: gives empty results of the right shapes, dtypes and strides.
-    """
-
-    def decorate(function: Callable[..., Any]) -> Any:
-        launchable(torch.device("meta"))  # finds out what a compiler could not trace
-        make: Any = torch.library.custom_op if interpreted() else torch.library.triton_op
-        op = make(name, function, mutates_args=())
-        op.register_fake(fake)
-        return op
-
-    return decorate

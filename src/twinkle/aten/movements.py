@@ -1,0 +1,82 @@
+"""How much the order of elements changes in a copy, as words; and copies of each kind, to be timed."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+
+from twinkle.aten.routes import Work
+from twinkle.aten.strided import make_plan
+
+Layout = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Of a copy: sizes, the strides of what is written, those of what is read."""
+
+
+def movement(sizes: tuple[int, ...], to_strides: tuple[int, ...], source_strides: tuple[int, ...]) -> str:
+    """One of :data:`MOVEMENTS`."""
+    plan = make_plan(sizes, to_strides, source_strides)
+    if 0 in plan.source_strides:
+        return "broadcast"
+    if min(plan.source_strides) < plan.source_strides[0]:
+        return "transposed"
+    if plan.to_strides[0] > 1 or plan.source_strides[0] > 1:
+        return "gaps"
+    return "contiguous" if len(plan.sizes) == 1 else "permuted"
+
+
+def _permuted(elements: int) -> Layout:
+    """A batch's heads, before and after what attention does with them."""
+    width, heads = 64, 8
+    length = max(2, elements // (width * heads))
+    return (heads, length, width), (length * width, width, 1), (width, heads * width, 1)
+
+
+def _matrix(row: int, column: int, elements: int) -> Layout:
+    """A square that is read with a row's stride and a column's; in units of a side where they are negative."""
+    side = max(2, math.isqrt(elements))
+    return (side, side), (side, 1), (row if row >= 0 else -row * side, column if column >= 0 else -column * side)
+
+
+MOVEMENTS: dict[str, Callable[[int], Layout]] = {
+    "contiguous": lambda elements: ((elements,), (1,), (1,)),
+    "permuted": _permuted,
+    "transposed": functools.partial(_matrix, 1, -1),
+    "gaps": functools.partial(_matrix, -4, 2),
+    "broadcast": functools.partial(_matrix, 1, 0),
+}
+"""Kind -> a copy of about so many elements. Nothing changes; rows stay rows, but lie in another order; neighbours lie
+along another dimension; they don't lie side by side; elements are read more than once."""
+
+
+def laid_out(
+    sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A tensor of ones that lies in memory like that."""
+    room = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    return torch.ones(room, dtype=dtype, device=device).as_strided(sizes, strides)
+
+
+def movement_of_result(self: torch.Tensor, memory_format: torch.memory_format | None) -> str:
+    """Of an operator whose result lies in memory as that of ``empty_like``."""
+    # A meta tensor, which has no memory, tells how that is.
+    meta = torch.empty_strided(self.shape, self.stride(), device="meta")
+    to = torch.empty_like(meta, memory_format=memory_format or torch.preserve_format)
+    return movement(self.shape, to.stride(), self.stride())
+
+
+def results_in_order(kinds: Collection[str]) -> Work:
+    """Of ``clone`` and ``contiguous``: a tensor and a memory format.
+
+    Args:
+        kinds: the movements of which the table may tell something.
+    """
+
+    def sample(kind: str, elements: int, device: torch.device) -> tuple[Any, ...]:
+        sizes, _, strides = MOVEMENTS[kind](elements)
+        return laid_out(sizes, strides, torch.bfloat16, device), torch.contiguous_format
+
+    return Work(kind=movement_of_result, samples={kind: functools.partial(sample, kind) for kind in kinds})

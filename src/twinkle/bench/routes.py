@@ -1,0 +1,125 @@
+"""From which size on an operator's Triton kernel is faster than PyTorch's own: what ``routes.json`` is made of.
+
+A call takes as long as the device works on it, or as long as the host takes to submit it, whichever is longer: both are
+measured, for a kernel that is registered as for PyTorch's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from twinkle.aten.arguments import Arguments
+from twinkle.aten.routes import SMALL, every_size
+from twinkle.aten.serving import best_level
+from twinkle.aten.spec import OperatorSpec
+from twinkle.bench.aten import NATIVE
+from twinkle.bench.clocks import Call, clock_for, host_clock_for, interleaved
+from twinkle.bench.results import Result, percentiles
+from twinkle.platforms import Platform
+
+SIZES = tuple(2**power for power in range(14, 31, 2))
+"""Bytes of what a call computes."""
+
+
+def sweep(
+    spec: OperatorSpec, platform: Platform, sizes: tuple[int, ...], *, rounds: int, seconds: float
+) -> Iterator[Result]:
+    """Native and ours, in turns, for every kind of call and every size.
+
+    Args:
+        sizes: in bytes; what doesn't fit into the device's memory is left out.
+        rounds: samples of each candidate, at most.
+        seconds: about how long the rounds of one call may take.
+    """
+    device = torch.device(platform.device_type)
+    for kind, sample in spec.work.samples.items():
+        for size in sizes:
+            try:
+                yield from _rows(spec, platform, kind, size, sample(max(1, size // 2), device), rounds, seconds)
+            except torch.OutOfMemoryError:
+                break
+
+
+@torch.no_grad()
+def _rows(
+    spec: OperatorSpec, platform: Platform, kind: str, size: int, values: Any, rounds: int, seconds: float
+) -> Iterator[Result]:
+    level = best_level(spec, platform)
+    call: Call = Arguments(spec.overload).call(functools.partial(functools.partial, spec.overload), list(values))
+
+    def registered() -> Any:
+        with every_size():
+            return spec.register_a1(platform=platform.name)
+
+    with registered() as registration:
+        call()
+    if registration.counts.kernel != 1:
+        note = f"native serves it: {', '.join(registration.counts.fallbacks)}"
+        yield Result(f"routes/{spec.name}/{kind}", level, str(size), "bfloat16", note=note)
+        return
+    device = torch.device(platform.device_type)
+    calls, within = {NATIVE: call, level: call}, {level: registered}
+    samples = interleaved(calls, clock_for(device), rounds=rounds, seconds=seconds / 2, within=within)
+    clock = host_clock_for(device)
+    host = {} if clock is None else interleaved(calls, clock, rounds=rounds, seconds=seconds / 2, within=within)
+    for who, ms in samples.items():
+        fields: dict[str, Any] = {"ms": percentiles(ms), "samples": len(ms)}
+        if who in host:
+            fields["host_us"] = percentiles([one * 1e3 for one in host[who]])
+        yield Result(f"routes/{spec.name}/{kind}", who, str(size), "bfloat16", **fields)
+
+
+def tables(results: list[Result]) -> dict[str, dict[str, int | None]]:
+    """Operator -> kind -> the bytes from which on ours was faster, at every size that was measured; None for never."""
+    times: dict[tuple[str, str], dict[int, dict[bool, Result]]] = {}
+    for row in results:
+        _, operator, kind = row.case.split("/")
+        times.setdefault((operator, kind), {}).setdefault(int(row.shape), {})[row.who == NATIVE] = row
+    found: dict[str, dict[str, int | None]] = {}
+    for (operator, kind), by_size in times.items():
+        least = None
+        for size in sorted(by_size, reverse=True):
+            pair = by_size[size]
+            if len(pair) < 2 or not _us(pair[False], "p80") < _us(pair[True], "p20"):
+                break
+            least = size
+        found.setdefault(operator, {})[kind] = least
+    return found
+
+
+def _us(row: Result, percentile: str) -> float:
+    assert row.ms is not None
+    device = row.ms[percentile] * 1e3
+    return device if row.host_us is None else max(device, row.host_us[percentile])
+
+
+def write(path: Path, platform: str, architecture: str, found: Mapping[str, Mapping[str, int | None]]) -> None:
+    """Puts tables into the shipped file; operators that weren't measured stay as they are."""
+    shipped = json.loads(path.read_text(encoding="utf-8"))
+    shipped.setdefault(platform, {}).setdefault(architecture, {}).update(found)
+    path.write_text(text_of(shipped), encoding="utf-8")
+
+
+def text_of(shipped: Mapping[str, Any]) -> str:
+    """The file's text: a line for each operator."""
+    platforms = []
+    for platform, architectures in shipped.items():
+        parts = []
+        for architecture, operators in architectures.items():
+            lines = ",\n".join(f"      {json.dumps(name)}: {json.dumps(table)}" for name, table in operators.items())
+            parts.append(f"    {json.dumps(architecture)}: {{\n{lines}\n    }}")
+        platforms.append(f"  {json.dumps(platform)}: {{\n" + ",\n".join(parts) + "\n  }")
+    return "{\n" + ",\n".join(platforms) + "\n}\n"
+
+
+def told(found: Mapping[str, Mapping[str, int | None]]) -> Iterator[tuple[str, str, str]]:
+    """Operator, kind, and from where on ours serves, for people."""
+    for operator, table in found.items():
+        for kind, least in table.items():
+            yield operator, kind, "never" if least is None else f"from {least} bytes on; {SMALL} below"
