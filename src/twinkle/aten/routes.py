@@ -4,6 +4,9 @@
 Triton kernels, in registrations of the mode ``"auto"``. Where Triton interprets them, and on platforms of which no
 architecture was ever measured, nothing is known: there a kernel serves whatever it can take. On another architecture of
 a platform that was measured, PyTorch's own kernel serves everything, which is never a loss.
+
+Those of ``sm_90`` come from one large and one small size of each kind (``benchmarks/results/cuda/aten.json``); where
+between them a kernel begins to pay is an estimate until the program has swept the sizes there.
 """
 
 from __future__ import annotations
