@@ -81,7 +81,7 @@ def test_the_terminal_shows_plan_curves_figures_and_checks(outcome: Outcome, sho
     assert result.exit_code == 0, result.output
     for part in ("qwen3.Qwen3RMSNorm", "The chain torch serves", "tokens per second", "peak memory", "Undone"):
         assert part in result.output
-    for part in ("would install", "the chain names exists yet for sdpa_attention", "(twinkle-kernel plan --all"):
+    for part in ("would install", "npu for rms_norm, ", "(twinkle-kernel plan --all"):
         assert part in result.output
     first, last = outcome.original.losses[0], outcome.original.losses[-1]
     assert f"original    {first:.4f}" in result.output and f"{last:.4f}\n" in result.output
@@ -128,11 +128,11 @@ def test_the_page_holds_both_curves_and_loads_nothing(outcome: Outcome, shown: A
     assert "all 5 checks passed" in reader.text and "qwen3.Qwen3RMSNorm" in reader.text
     for part in (
         "would install",
-        "no backend that the chain names exists yet for sdpa_attention",
+        "npu for rms_norm, ",
         "process: the function",
     ):
         assert part in reader.text
-    assert "131 more" not in reader.text and ">sdpa<" not in source, "what concerns no part of this model"
+    assert "137 more" not in reader.text and ">fla<" not in source, "what concerns no part of this model"
 
 
 def test_the_page_escapes_what_it_is_given(outcome: Outcome) -> None:
