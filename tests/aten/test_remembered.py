@@ -167,3 +167,20 @@ def test_all_conditions_of_the_library_say_so(spec: OperatorSpec) -> None:
             *(c for kernel in each.kernels.values() for c in kernel.conditions),
         ]
         assert [c.code for c in conditions if looks_at_more(c, torch.device(DEVICE))] == []
+
+
+@pytest.mark.parametrize("each_time", [False, True])
+def test_a_condition_that_raises_leaves_the_call_to_native(each_time: bool, clone: OperatorSpec, chip: Profile) -> None:
+    """As one does whose sizes are no numbers; the reason tells it apart from one that doesn't hold."""
+
+    def holds(self: torch.Tensor, *_: Any) -> bool:
+        raise AttributeError("no such number")
+
+    condition = Condition(
+        "rows", "there are rows", holds, lambda device: (torch.ones(2, device=device), None), each_time=each_time
+    )
+    spec = dataclasses.replace(clone, conditions=(*clone.conditions, condition))
+    with spec.register_a1(platform=chip.platform) as registration:
+        assert torch.equal(torch.ones(3, device=DEVICE).clone(), torch.ones(3, device=DEVICE))
+    counts = registration.counts
+    assert (counts.kernel, counts.errors, counts.fallbacks) == (0, 0, {"rows-raised": 1})

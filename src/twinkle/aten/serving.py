@@ -118,9 +118,13 @@ def best_level(spec: OperatorSpec, platform: Platform) -> str:
 
 
 def _first_failing(conditions: list[tuple[str, Callable[..., bool]]], values: list[Any]) -> str | None:
+    """The code of the first that doesn't hold. Of what one can't even be asked, native has the right exception."""
     for code, holds in conditions:
-        if not holds(*values):
-            return code
+        try:
+            if not holds(*values):
+                return code
+        except Exception:
+            return f"{code}-raised"
     return None
 
 
