@@ -102,7 +102,7 @@ def test_an_architecture_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> N
     call = lambda kind, elements: list(work.samples[kind](elements, torch.device("meta")))  # noqa: E731
     assert found.refusal(call("contiguous", 2**28)) == "slower-contiguous"
     assert found.refusal(call("transposed", 2**16)) == "small"
-    assert found.refusal(call("transposed", 2**26)) is None
+    assert found.refusal(call("transposed", 2**28)) is None
 
 
 def test_another_architecture_of_that_platform_is_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:

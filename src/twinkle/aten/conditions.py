@@ -106,16 +106,8 @@ def one_device(places: Sequence[int], call: Call) -> Condition:
         call: makes a call with a given tensor as the first of them, and others on its device.
     """
 
-    def holds(*values: Any) -> bool:
-        device = values[places[0]].device
-        return all(values[place] is None or values[place].device == device for place in places[1:])
-
-    def beyond(device: torch.device) -> tuple[Any, ...]:
-        values = list(call(torch.ones(3, 4, device=device)))
-        values[places[1]] = values[places[1]].to(another_device(device))
-        return tuple(values)
-
-    return Condition("device", "all its tensors are on one device", holds, beyond)
+    text = "all its tensors are on one device"
+    return _alike("device", text, places, call, lambda t: t.device, lambda t: t.to(another_device(t.device)))
 
 
 def one_dtype(places: Sequence[int], call: Call) -> Condition:
@@ -126,16 +118,29 @@ def one_dtype(places: Sequence[int], call: Call) -> Condition:
         call: makes a call with a given tensor as the first of them, and others of its dtype.
     """
 
+    return _alike("dtypes", "its tensors have one dtype", places, call, lambda t: t.dtype, lambda t: t.bfloat16())
+
+
+def _alike(
+    code: str,
+    text: str,
+    places: Sequence[int],
+    call: Call,
+    what: Callable[[torch.Tensor], Any],
+    changed: Callable[[torch.Tensor], torch.Tensor],
+) -> Condition:
+    """That the tensors at some places have one thing in common; ``changed`` gives one that hasn't."""
+
     def holds(*values: Any) -> bool:
-        dtype = values[places[0]].dtype
-        return all(values[place] is None or values[place].dtype == dtype for place in places[1:])
+        first = what(values[places[0]])
+        return all(values[place] is None or what(values[place]) == first for place in places[1:])
 
     def beyond(device: torch.device) -> tuple[Any, ...]:
         values = list(call(torch.ones(3, 4, device=device)))
-        values[places[1]] = values[places[1]].bfloat16()
+        values[places[1]] = changed(values[places[1]])
         return tuple(values)
 
-    return Condition("dtypes", "its tensors have one dtype", holds, beyond)
+    return Condition(code, text, holds, beyond)
 
 
 def dimensions(index: int, name: str, count: int, call: Call) -> Condition:

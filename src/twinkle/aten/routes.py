@@ -5,8 +5,8 @@ Triton kernels, in registrations of the mode ``"auto"``. Where Triton interprets
 architecture was ever measured, nothing is known: there a kernel serves whatever it can take. On another architecture of
 a platform that was measured, PyTorch's own kernel serves everything, which is never a loss.
 
-Those of ``sm_90`` come from one large and one small size of each kind (``benchmarks/results/cuda/aten.json``); where
-between them a kernel begins to pay is an estimate until the program has swept the sizes there.
+Those of ``sm_90`` are from one large and one small size of each kind (``benchmarks/results/cuda/aten.json``): a kernel
+serves from the large size on where it won there. Where between them it begins to pay, the program has yet to sweep.
 """
 
 from __future__ import annotations
