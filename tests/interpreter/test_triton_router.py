@@ -170,6 +170,18 @@ def test_calls_that_are_the_originals() -> None:
     unkernelize(model)
 
 
+def test_scores_are_normalized_as_the_router_says_now() -> None:
+    model = installed(presets.build("qwen3_moe").to(DEVICE))
+    router = router_of(model)
+    x = torch.randn(4, router.weight.shape[1], device=DEVICE)
+    router.norm_topk_prob = not router.norm_topk_prob
+    changed = router(x)[1]
+    (row,) = report(model).rows
+    assert row.fallbacks == {"since the kernel was installed, norm_topk_prob has been changed": 1}
+    unkernelize(model)
+    assert torch.equal(router(x)[1], changed)
+
+
 def test_the_reference_is_what_transformers_computes() -> None:
     router = router_of(presets.build("qwen3_moe").to(DEVICE))
     x = torch.randn(2, 3, router.weight.shape[1], device=DEVICE)

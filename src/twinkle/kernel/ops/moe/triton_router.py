@@ -186,6 +186,8 @@ def load(target: Any, site: Site) -> type[nn.Module]:
             return f"more experts are chosen than there are, or than {MOST_CHOSEN}"
         if weight.shape[0] > MOST_EXPERTS:
             return f"more than {MOST_EXPERTS} experts"
+        if getattr(self, "norm_topk_prob", variant.normalized) != variant.normalized:
+            return "since the kernel was installed, norm_topk_prob has been changed"
         return call_reason(hidden_states, weight)
 
     return layer("TritonMoeRouter", forward, accepts_call)
