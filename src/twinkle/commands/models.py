@@ -53,7 +53,7 @@ class ModelSource:
                 return self._from_config(dtype, layers)
 
     def with_random_weights(self, dtype: torch.dtype, device: str, layers: int | None = None) -> Any:
-        """The model in evaluation mode, the same weights for every call.
+        """The model in evaluation mode, the same weights for every call on a device, where they are drawn.
 
         Raises:
             CommandError: transformers can't build it.
@@ -65,8 +65,7 @@ class ModelSource:
         with self._building():
             if self.preset is not None:
                 return presets.build(self.preset, dtype=dtype, device=device, **_layers_override(layers))
-            with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(0)
+            with _seeded(torch.device(device)), torch.device(device):
                 model = self._from_config(dtype, layers)
                 presets.make_nontrivial(model)
             return model.to(device).eval()
@@ -87,6 +86,21 @@ class ModelSource:
             raise CommandError(
                 f"{self.argument}: transformers can't build this model: {type(error).__name__}: {first_line(error)}"
             ) from error
+
+
+@contextmanager
+def _seeded(device: torch.device) -> Iterator[None]:
+    """The CPU's and the device's random numbers begin at the same place within, and go on as before afterwards."""
+    import torch
+
+    accelerator = None if device.type == "cpu" else torch.get_device_module(device)
+    number = [] if accelerator is None else [accelerator.current_device() if device.index is None else device.index]
+    with torch.random.fork_rng(devices=number, device_type="cuda" if accelerator is None else device.type):
+        torch.default_generator.manual_seed(0)
+        if accelerator is not None:
+            with accelerator.device(number[0]):
+                accelerator.manual_seed(0)
+        yield
 
 
 def _layers_override(layers: int | None) -> dict[str, int]:
