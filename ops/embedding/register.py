@@ -38,7 +38,7 @@ def _elements(weight, indices, *_):
 
 
 def _sample(elements, device):
-    rows, width = 32768, 1024
+    rows, width = 131072, 1024  # more than any cache holds
     weight = torch.ones(rows, width, dtype=torch.bfloat16, device=device)
     return _call(weight, torch.randint(rows, (max(1, elements // width),), device=device))
 

@@ -35,14 +35,15 @@ def test_any_two_layouts(copy, data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("sizes", "to", "source", "plan"),
     [
-        ((), (), (), ((1,), (1,), (1,), 0)),
-        ((3, 4), (4, 1), (4, 1), ((12,), (1,), (1,), 0)),
-        ((3, 1, 4), (4, 99, 1), (4, 77, 1), ((12,), (1,), (1,), 0)),
-        ((3, 4), (4, 1), (1, 3), ((4, 3), (1, 4), (3, 1), 0)),
-        ((32, 40), (40, 1), (1, 32), ((40, 32), (1, 40), (32, 1), 1)),
-        ((2, 32, 40), (1280, 40, 1), (1280, 1, 32), ((40, 32, 2), (1, 40, 1280), (32, 1, 1280), 1)),
-        ((6, 40), (40, 1), (0, 1), ((40, 6), (1, 40), (1, 0), 0)),
-        ((6, 40), (40, 1), (0, 0), ((240,), (1,), (0,), 0)),
+        ((), (), (), ((1,), (1,), (1,), None)),
+        ((3, 4), (4, 1), (4, 1), ((12,), (1,), (1,), None)),
+        ((3, 1, 4), (4, 99, 1), (4, 77, 1), ((12,), (1,), (1,), None)),
+        ((3, 4), (4, 1), (1, 3), ((4, 3), (1, 4), (3, 1), None)),
+        ((32, 40), (40, 1), (1, 32), ((40, 32), (1, 40), (32, 1), (1, 0))),
+        ((2, 32, 40), (1280, 40, 1), (1280, 1, 32), ((40, 32, 2), (1, 40, 1280), (32, 1, 1280), (1, 0))),
+        ((32, 40, 3), (120, 3, 1), (3, 96, 1), ((3, 40, 32), (1, 3, 120), (1, 96, 3), (2, 1))),
+        ((6, 40), (40, 1), (0, 1), ((40, 6), (1, 40), (1, 0), None)),
+        ((6, 40), (40, 1), (0, 0), ((240,), (1,), (0,), None)),
     ],
 )
 def test_the_plan(sizes, to, source, plan) -> None:
@@ -71,8 +72,15 @@ def test_wide_offsets_are_computed_right(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(strided, "MOST_PROGRAMS", 2)
     narrow = strided.make_plan
     monkeypatch.setattr(strided, "make_plan", lambda *layout: narrow(*layout)._replace(wide=True))
-    for source in (torch.randn(5000), torch.randn(70, 90).t(), torch.randn(3, 50, 40).permute(0, 2, 1)):
-        to = torch.empty(source.shape)
+    for source in (
+        torch.randn(50_000),
+        torch.randn(90, 500)[:, :400],
+        torch.randn(700, 300).t(),
+        torch.randn(3, 150, 140).permute(0, 2, 1),
+        torch.randn(150, 140, 2).transpose(0, 1),
+        torch.randn(70, 90, dtype=torch.complex128).t(),
+    ):
+        to = torch.empty(source.shape, dtype=source.dtype)
         triton_copy(to, source)
         assert torch.equal(to, source)
     make_plan.cache_clear()

@@ -25,30 +25,43 @@ def compile_for_gpu(function: Any, signature: dict[str, Any], constants: dict[st
     return triton.compile(source, target=GPUTarget("cuda", 90, 32))
 
 
+LAYOUTS = ("sizes", "to_strides", "source_strides")
+ONCE = pytest.mark.parametrize("once", [False, True])
+WIDE = pytest.mark.parametrize("wide", [False, True])
+
+
+def loops(compiled: Any) -> int:
+    return compiled.asm["ttgir"].count("scf.for")
+
+
 @pytest.mark.parametrize(("to", "source"), [("*u8", "*u8"), ("*i64", "*i64"), ("*bf16", "*fp32"), ("*fp32", "*fp16")])
-@pytest.mark.parametrize("wide", [False, True])
-def test_copy_elements(to: str, source: str, wide: bool) -> None:
-    layout = dict.fromkeys(("sizes", "to_strides", "source_strides"), ("i32", "i32"))
-    signature = {"to": to, "source": source, "total": "i64" if wide else "i32", **layout}
-    constants = {"RANK": 2, "WIDE": wide, "BLOCK": 1024}
-    assert compile_for_gpu(triton_kernels.copy_elements, signature, constants).asm["cubin"]
+@pytest.mark.parametrize("others", [(), ("i32", "i32")])
+@WIDE
+@ONCE
+def test_copy_rows(to: str, source: str, others: tuple[str, ...], wide: bool, once: bool) -> None:
+    numbers = dict.fromkeys(("inner", "outer", "to_inner", "source_inner"), "i64" if wide else "i32")
+    signature = {"to": to, "source": source, **numbers, **dict.fromkeys(LAYOUTS, others)}
+    constants = {"RANK": len(others), "WIDE": wide, "ONCE": once, "OUTER": 2, "INNER": 1024}
+    assert loops(compile_for_gpu(triton_kernels.copy_rows, signature, constants)) == (not once)
 
 
 @pytest.mark.parametrize("batch", [(), ("i32",)])
-@pytest.mark.parametrize("wide", [False, True])
-def test_copy_tiles(batch: tuple[str, ...], wide: bool) -> None:
+@WIDE
+@ONCE
+def test_copy_tiles(batch: tuple[str, ...], wide: bool, once: bool) -> None:
     numbers = ("rows", "columns", "batches", "to_row", "to_column", "source_row", "source_column")
-    layout = dict.fromkeys(("sizes", "to_strides", "source_strides"), batch)
-    signature = {"to": "*i32", "source": "*i32", **dict.fromkeys(numbers, "i32"), **layout}
-    constants = {"RANK": len(batch), "WIDE": wide, "ROWS": 32, "COLUMNS": 32}
-    assert compile_for_gpu(triton_kernels.copy_tiles, signature, constants).asm["cubin"]
+    signature = {"to": "*i32", "source": "*i32", **dict.fromkeys(numbers, "i32"), **dict.fromkeys(LAYOUTS, batch)}
+    constants = {"RANK": len(batch), "WIDE": wide, "ONCE": once, "ROWS": 64, "COLUMNS": 64}
+    assert loops(compile_for_gpu(triton_kernels.copy_tiles, signature, constants)) == (not once)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "fp64"])
-@pytest.mark.parametrize("wide", [False, True])
-def test_drop(dtype: str, wide: bool) -> None:
+@WIDE
+@ONCE
+def test_drop(dtype: str, wide: bool, once: bool) -> None:
     signature = {"to": f"*{dtype}", "source": f"*{dtype}", "seed": "*i64", "total": "i64" if wide else "i32"}
-    assert compile_for_gpu(programs.drop, signature, {"P": 0.3, "WIDE": wide, "BLOCK": 512}).asm["cubin"]
+    constants = {"THRESHOLD": 2**32 - 1, "SCALE": 1.5, "WIDE": wide, "ONCE": once, "BLOCK": 512}
+    assert loops(compile_for_gpu(programs.drop, signature, constants)) == (not once)
 
 
 @pytest.mark.parametrize("element", ["*u8", "*i16", "*i64"])

@@ -11,7 +11,7 @@ import torch
 
 from twinkle.aten.launch import program
 from twinkle.aten.spec import Pullback
-from twinkle.aten.strided import MOST_PROGRAMS, triton_copy
+from twinkle.aten.strided import most_programs, triton_copy
 
 from .programs import drop
 
@@ -59,6 +59,8 @@ def _drop(source: torch.Tensor, p: float, seed: torch.Tensor) -> torch.Tensor:
 @functools.lru_cache(maxsize=4096)
 def _program(dtype: torch.dtype, device: torch.device, total: int, p: float) -> Callable[..., None]:
     """The launch for tensors of that dtype on that device."""
-    grid = min(math.ceil(total / (4 * BLOCK)), MOST_PROGRAMS)
-    wide = total + 4 * BLOCK * MOST_PROGRAMS >= 2**31
-    return program(drop, grid, total, P=p, WIDE=wide, BLOCK=BLOCK)
+    turns, most = math.ceil(total / (4 * BLOCK)), most_programs(device)
+    wide = total + 4 * BLOCK * min(turns, most) >= 2**31
+    threshold = min(round(p * 2**32), 2**32 - 1)
+    constants = {"SCALE": 1 / (1 - p), "WIDE": wide, "ONCE": turns <= most, "BLOCK": BLOCK}
+    return program(drop, min(turns, most), total, THRESHOLD=threshold, **constants)

@@ -10,7 +10,7 @@ import torch
 import triton
 
 from twinkle.aten.launch import program
-from twinkle.aten.strided import INTEGERS, MOST_PROGRAMS
+from twinkle.aten.strided import INTEGERS, most_programs
 
 from .programs import gather_rows
 
@@ -44,6 +44,6 @@ def _program(
     """The launch for a table of that layout and so many indices, on that device."""
     rows, width = shape
     block = min(triton.next_power_of_2(width), MOST_COLUMNS)
-    grid = min(total * math.ceil(width / block), MOST_PROGRAMS)
+    grid = min(total * math.ceil(width / block), most_programs(device))
     integer = INTEGERS[dtype.itemsize]
     return program(gather_rows, grid, rows, width, *strides, total, views=(integer, integer), BLOCK=block)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from twinkle.aten.launch import program
-from twinkle.aten.strided import BLOCK, MOST_PROGRAMS
+from twinkle.aten.strided import BLOCK, most_programs
 
 from .programs import silu_elements
 
@@ -24,4 +24,4 @@ def silu_triton(self: torch.Tensor) -> torch.Tensor:
 @functools.lru_cache(maxsize=4096)
 def _program(dtype: torch.dtype, device: torch.device, total: int) -> Callable[..., None]:
     """The launch for tensors of that dtype on that device."""
-    return program(silu_elements, min(math.ceil(total / BLOCK), MOST_PROGRAMS), total, BLOCK=BLOCK)
+    return program(silu_elements, min(math.ceil(total / BLOCK), most_programs(device)), total, BLOCK=BLOCK)

@@ -14,7 +14,12 @@ WARPS = 4
 
 
 def program(
-    kernel: Any, programs: int, *scalars: Any, views: tuple[torch.dtype | None, ...] = (), **constants: Any
+    kernel: Any,
+    programs: int,
+    *scalars: Any,
+    views: tuple[torch.dtype | None, ...] = (),
+    warps: int = WARPS,
+    **constants: Any,
 ) -> Callable[..., None]:
     """A function of the kernel's tensors that runs ``programs`` programs of it on the first one's device.
 
@@ -25,7 +30,7 @@ def program(
         kernel: a ``@triton.jit`` function: tensors, then ``scalars``, then the ``constants`` in any order.
         views: see :class:`twinkle.triton_programs.Launch`.
     """
-    made = Program(kernel, Launch((programs,), scalars, constants, WARPS, views))
+    made = Program(kernel, Launch((programs,), scalars, constants, warps, views))
     return _quiet(made) if interpreted() else made
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -17,9 +17,19 @@ CASTS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 """Among these :func:`triton_copy` converts."""
 
 BLOCK = 1024
-TILE = 32
 MOST_PROGRAMS = 65535
-"""A grid that every accelerator accepts; larger copies loop."""
+"""A grid that every accelerator accepts; what takes more turns loops."""
+MORE_PROGRAMS = {"cuda": 2**31 - 1}
+"""By type of device: where it accepts a larger grid."""
+
+ROWS_AT_ONCE = 2048
+"""Elements per turn of a copy by rows, and per turn of one by tiles, by item size: measured on an H200."""
+TILES = {1: (128, 128), 2: (128, 128), 4: (64, 64), 8: (64, 64)}
+TILE_WARPS = 8
+LEAST_TILE = 16
+"""Of fewer neighbours a tile gains nothing."""
+FEW = 4
+"""So few elements that lie side by side in both tensors make no row: tiles take the dimensions beyond."""
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By item size: what elements are moved as."""
@@ -33,14 +43,15 @@ class Plan(NamedTuple):
         sizes: of the dimensions, neighbours merged where both tensors allow it. The destination is densest along the
             first; there is at least one.
         to_strides, source_strides: in elements.
-        tiled: the dimension along which the source is densest, where tiles pay; else 0.
+        tiled: where tiles pay, the dimension along which the source is densest, and the one along which the destination
+            is; else None.
         wide: whether offsets need more than 32 bits.
     """
 
     sizes: tuple[int, ...]
     to_strides: tuple[int, ...]
     source_strides: tuple[int, ...]
-    tiled: int
+    tiled: tuple[int, int] | None
     wide: bool
 
 
@@ -58,14 +69,32 @@ def make_plan(sizes: tuple[int, ...], to_strides: tuple[int, ...], source_stride
                 continue
         merged.append((to, source, size))
     to_strides, source_strides, sizes = zip(*(merged or [(1, 1, 1)]), strict=True)
-    dense = min(range(len(sizes)), key=lambda d: source_strides[d] or math.inf)
-    pays = source_strides[dense] < source_strides[0] and min(sizes[0], sizes[dense]) >= TILE // 2
     furthest = max(
         sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
         for strides in (to_strides, source_strides)
     )
-    wide = max(furthest, math.prod(sizes)) + MOST_PROGRAMS * BLOCK >= 2**31
-    return Plan(sizes, to_strides, source_strides, dense if pays else 0, wide)
+    wide = max(furthest, math.prod(sizes)) + _MARGIN >= 2**31
+    return Plan(sizes, to_strides, source_strides, _tiled(sizes, to_strides, source_strides), wide)
+
+
+_MARGIN = 2**28
+"""Indices of elements beyond the last are computed too, before they are masked."""
+
+
+def _tiled(
+    sizes: tuple[int, ...], to_strides: tuple[int, ...], source_strides: tuple[int, ...]
+) -> tuple[int, int] | None:
+    """See :class:`Plan`."""
+    together = sizes[0] <= FEW and to_strides[0] == source_strides[0] == 1
+    first = 1 if together and len(sizes) > 1 else 0
+    dense = min(range(first, len(sizes)), key=lambda d: source_strides[d] or math.inf)
+    pays = source_strides[dense] < source_strides[first] and min(sizes[first], sizes[dense]) >= LEAST_TILE
+    return (dense, first) if pays else None
+
+
+def most_programs(device: torch.device) -> int:
+    """The largest grid of one dimension that the device accepts."""
+    return MORE_PROGRAMS.get(device.type, MOST_PROGRAMS)
 
 
 def triton_copy(to: torch.Tensor, source: torch.Tensor) -> None:
@@ -89,9 +118,6 @@ def _copying(
     source_strides: tuple[int, ...],
 ) -> Callable[..., None]:
     """The copy between two layouts, as a function of the tensors."""
-    from twinkle.aten import triton_kernels as kernels
-    from twinkle.aten.launch import program
-
     layout: tuple[tuple[int, ...], ...] = sizes, to_strides, source_strides
     views: tuple[torch.dtype, ...] = ()
     if to_dtype == source_dtype:
@@ -100,23 +126,52 @@ def _copying(
             doubled = ((*(2 * stride for stride in strides), 1) for strides in layout[1:])
             layout = (*sizes, 2), *doubled
         views = (INTEGERS[min(itemsize, _WIDEST)],) * 2
-    sizes, to_strides, source_strides, tiled, wide = make_plan(*layout)
-    constants: dict[str, Any] = {"WIDE": wide}
-    if not tiled:
-        total = math.prod(sizes)
-        grid = min(math.ceil(total / BLOCK), MOST_PROGRAMS)
-        constants |= {"RANK": len(sizes), "BLOCK": BLOCK}
-        walk = total, sizes, to_strides, source_strides
-        return program(kernels.copy_elements, grid, *walk, views=views, **constants)
-    tile = [(sizes[d], to_strides[d], source_strides[d]) for d in (tiled, 0)]
-    others = [d for d in range(len(sizes)) if d not in (tiled, 0)]
-    batch = [tuple(of[d] for d in others) for of in (sizes, to_strides, source_strides)]
-    batches = math.prod(batch[0])
-    (rows, columns), *tile_strides = zip(*tile, strict=True)
-    grid = min(math.ceil(rows / TILE) * math.ceil(columns / TILE) * batches, MOST_PROGRAMS)
-    constants |= {"RANK": len(others), "ROWS": TILE, "COLUMNS": TILE}
-    numbers = (rows, columns, batches, *tile_strides[0], *tile_strides[1])
-    return program(kernels.copy_tiles, grid, *numbers, *batch, views=views, **constants)
+    plan = make_plan(*layout)
+    most = most_programs(device)
+    if plan.tiled is None:
+        return _by_rows(plan, most, views)
+    return _by_tiles(plan, most, views, TILES[min(max(to_dtype.itemsize, source_dtype.itemsize), _WIDEST)])
+
+
+def _by_rows(plan: Plan, most: int, views: tuple[torch.dtype, ...]) -> Callable[..., None]:
+    from twinkle.aten import triton_kernels as kernels
+    from twinkle.aten.launch import program
+
+    (inner, *others), (to_inner, *to_strides), (source_inner, *source_strides) = plan[:3]
+    outer = math.prod(others)
+    width = min(_power_of_two(inner), ROWS_AT_ONCE if outer == 1 else ROWS_AT_ONCE // 2)
+    height = min(_power_of_two(outer), ROWS_AT_ONCE // width)
+    turns = math.ceil(outer / height) * math.ceil(inner / width)
+    numbers = inner, outer, to_inner, source_inner
+    batch = tuple(others), tuple(to_strides), tuple(source_strides)
+    constants = {"RANK": len(others), "WIDE": plan.wide, "ONCE": turns <= most, "OUTER": height, "INNER": width}
+    return program(kernels.copy_rows, min(turns, most), *numbers, *batch, views=views, **constants)
+
+
+def _by_tiles(plan: Plan, most: int, views: tuple[torch.dtype, ...], largest: tuple[int, int]) -> Callable[..., None]:
+    from twinkle.aten import triton_kernels as kernels
+    from twinkle.aten.launch import program
+
+    assert plan.tiled is not None
+    (rows, to_row, source_row), (columns, to_column, source_column) = (
+        (plan.sizes[d], plan.to_strides[d], plan.source_strides[d]) for d in plan.tiled
+    )
+    others = [d for d in range(len(plan.sizes)) if d not in plan.tiled]
+    batch = [tuple(of[d] for d in others) for of in plan[:3]]
+    batches, area = math.prod(batch[0]), math.prod(largest)
+    # A side that is shorter than a tile's leaves more to the other.
+    height = min(largest[0], _power_of_two(rows))
+    width = min(area // height, _power_of_two(columns))
+    height = min(area // width, _power_of_two(rows))
+    turns = math.ceil(rows / height) * math.ceil(columns / width) * batches
+    numbers = rows, columns, batches, to_row, to_column, source_row, source_column
+    constants = {"RANK": len(others), "WIDE": plan.wide, "ONCE": turns <= most, "ROWS": height, "COLUMNS": width}
+    return program(kernels.copy_tiles, min(turns, most), *numbers, *batch, views=views, warps=TILE_WARPS, **constants)
+
+
+def _power_of_two(size: int) -> int:
+    """The least that is not below."""
+    return 1 << (size - 1).bit_length()
 
 
 def torch_copy(to: torch.Tensor, source: torch.Tensor) -> None:

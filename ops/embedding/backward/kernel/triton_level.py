@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from twinkle.aten.launch import program
-from twinkle.aten.strided import MOST_PROGRAMS
+from twinkle.aten.strided import most_programs
 
 from .programs import sum_rows
 
@@ -40,6 +40,6 @@ def _program(
     """The launch for tensors of those dtypes on that device; ``numbers`` are the kernel's own."""
     width, _, total, *_ = numbers
     block = min(triton.next_power_of_2(width), MOST_COLUMNS)
-    grid = min(total * math.ceil(width / block), MOST_PROGRAMS)
+    grid = min(total * math.ceil(width / block), most_programs(device))
     wide = tl.float64 if dtype is torch.float64 else tl.float32
     return program(sum_rows, grid, *numbers, MEAN=mean, WIDE=wide, BLOCK=block)

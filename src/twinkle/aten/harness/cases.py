@@ -9,10 +9,10 @@
           self: {shape: [4097, 7], strides: [1, 4097], offset: 3}
 
 A mapping with ``shape`` is a tensor: ``strides`` (contiguous when left out) and ``offset`` in elements, ``dtype`` (the
-case's when left out), ``values`` (``normal``, ``few`` integers, ``zeros``, ``large``, ``special``, ``edges`` or
-``poison``). Anything else is the argument itself; a name of ``torch`` may stand for a memory format, a dtype or a
-layout, ``"{dtype}"`` for the case's. Arguments that are left out have their defaults, a ``device`` is the one that is
-asked for.
+case's when left out), ``values`` (``normal``, ``few`` or ``many`` integers, ``zeros``, ``large``, ``special``,
+``edges`` or ``poison``). Anything else is the argument itself; a name of ``torch`` may stand for a memory format, a
+dtype or a layout, ``"{dtype}"`` for the case's. Arguments that are left out have their defaults, a ``device`` is the
+one that is asked for.
 """
 
 from __future__ import annotations

@@ -66,6 +66,11 @@ def few(name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
     return _whole(name, size, 4).to(dtype)
 
 
+def many(name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Whole numbers from 0 to 99,990, as indices into a large table."""
+    return _whole(name, size, _PERIOD).to(dtype)
+
+
 def poison(name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
     """What a result holds before it is written."""
     pattern = 0x01 if dtype is torch.bool else 0xA5  # other bytes are no booleans
@@ -75,6 +80,7 @@ def poison(name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
 FILLS = {
     "normal": normal,
     "few": few,
+    "many": many,
     "zeros": zeros,
     "large": large,
     "special": special,
