@@ -22,7 +22,7 @@ def _within_itself(device):
 
 
 def _kind(self, src, _):
-    found = movement(self.shape, self.stride(), src.expand(self.shape).stride())
+    found = movement(self.shape, self.stride(), src.expand(self.shape).stride(), self.itemsize)
     return "cast" if found == "contiguous" and self.dtype != src.dtype else found
 
 

@@ -54,7 +54,6 @@ class Compiled:
 
 
 HOMES: dict[str, tuple[Any, Callable[..., Any]]] = {
-    "copy_rows": (triton_kernels, strided._copying),
     "copy_tiles": (triton_kernels, strided._copying),
     "drop": (dropout, dropout._program),
     "gather_rows": (embedding, embedding._program),
@@ -89,9 +88,9 @@ def attend() -> None:
 
 
 CALLS: dict[str, tuple[str, Callable[[], Any]]] = {
-    "a copy": ("copy_rows", lambda: strided.triton_copy(aligned(6, 5), aligned(12, 5)[::2])),
-    "a cast": ("copy_rows", lambda: strided.triton_copy(aligned(6, 5), aligned(6, 5, dtype=torch.bfloat16))),
-    "of pairs": ("copy_rows", lambda: strided.triton_copy(*(aligned(4, dtype=torch.complex128) for _ in "ab"))),
+    "a copy": ("copy_tiles", lambda: strided.triton_copy(aligned(6, 5), aligned(12, 5)[::2])),
+    "a cast": ("copy_tiles", lambda: strided.triton_copy(aligned(6, 5), aligned(6, 5, dtype=torch.bfloat16))),
+    "of pairs": ("copy_tiles", lambda: strided.triton_copy(*(aligned(4, dtype=torch.complex128) for _ in "ab"))),
     "a transposition": ("copy_tiles", lambda: strided.triton_copy(aligned(48, 32), aligned(32, 48).t())),
     "dropout": ("drop", lambda: dropout.dropout_triton(aligned(6, 5), 0.5, True)),
     "embedding": ("gather_rows", lambda: embedding.embedding_triton(aligned(6, 4), torch.tensor([[1, 2]]))),

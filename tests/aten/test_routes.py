@@ -77,18 +77,20 @@ def test_every_kind_of_call_can_be_made_anew(registrable: OperatorSpec) -> None:
 
 @pytest.mark.parametrize("kind", MOVEMENTS)
 def test_a_copys_kind_is_that_of_its_sample(kind: str) -> None:
-    assert all(movement(*MOVEMENTS[kind](elements)) == kind for elements in (64, 1000, 2**20))
+    assert all(movement(*MOVEMENTS[kind](elements), 2) == kind for elements in (64, 1000, 2**20))
 
 
 def test_kinds_of_copies() -> None:
     dense = torch.ones(4, 6, 8)
-    assert movement(dense.shape, dense.stride(), dense.stride()) == "contiguous"
+    assert movement(dense.shape, dense.stride(), dense.stride(), 4) == "contiguous"
     swapped = dense.transpose(1, 2)
-    assert movement(swapped.shape, swapped.stride(), swapped.stride()) == "contiguous", "in the order of both"
+    assert movement(swapped.shape, swapped.stride(), swapped.stride(), 4) == "contiguous", "in the order of both"
     rows = torch.ones(4, 16)[:, :8]
-    assert movement(rows.shape, (8, 1), rows.stride()) == "permuted"
-    assert movement((4, 8), (8, 1), (0, 1)) == "broadcast"
-    assert movement((1, 8), (8, 1), (0, 1)) == "contiguous", "a dimension of one element is none"
+    assert movement(rows.shape, (8, 1), rows.stride(), 4) == "permuted"
+    assert movement((4, 8), (8, 1), (0, 1), 4) == "broadcast"
+    assert movement((1, 8), (8, 1), (0, 1), 4) == "contiguous", "a dimension of one element is none"
+    assert movement((40, 50), (50, 1), (1, 40), 8) == "transposed"
+    assert movement((40, 50), (50, 1), (1, 40), 16) == "few together", "a pair each"
 
 
 # --- who has routes ---------------------------------------------------------------------------------------------------

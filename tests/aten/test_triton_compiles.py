@@ -35,23 +35,14 @@ def loops(compiled: Any) -> int:
 
 
 @pytest.mark.parametrize(("to", "source"), [("*u8", "*u8"), ("*i64", "*i64"), ("*bf16", "*fp32"), ("*fp32", "*fp16")])
-@pytest.mark.parametrize("others", [(), ("i32", "i32")])
+@pytest.mark.parametrize(("batch", "few", "rows"), [((), 1, 1), (("i32",), 3, 32), (("i32", "i32"), 1, 64)])
 @WIDE
 @ONCE
-def test_copy_rows(to: str, source: str, others: tuple[str, ...], wide: bool, once: bool) -> None:
-    numbers = dict.fromkeys(("inner", "outer", "to_inner", "source_inner"), "i64" if wide else "i32")
-    signature = {"to": to, "source": source, **numbers, **dict.fromkeys(LAYOUTS, others)}
-    constants = {"RANK": len(others), "WIDE": wide, "ONCE": once, "OUTER": 2, "INNER": 1024}
-    assert loops(compile_for_gpu(triton_kernels.copy_rows, signature, constants)) == (not once)
-
-
-@pytest.mark.parametrize("batch", [(), ("i32",)])
-@WIDE
-@ONCE
-def test_copy_tiles(batch: tuple[str, ...], wide: bool, once: bool) -> None:
+def test_copy_tiles(to: str, source: str, batch: tuple[str, ...], few: int, rows: int, wide: bool, once: bool) -> None:
     numbers = ("rows", "columns", "batches", "to_row", "to_column", "source_row", "source_column")
-    signature = {"to": "*i32", "source": "*i32", **dict.fromkeys(numbers, "i32"), **dict.fromkeys(LAYOUTS, batch)}
-    constants = {"RANK": len(batch), "WIDE": wide, "ONCE": once, "ROWS": 64, "COLUMNS": 64}
+    integers = dict.fromkeys(numbers, "i64" if wide else "i32")
+    signature = {"to": to, "source": source, **integers, **dict.fromkeys(LAYOUTS, batch)}
+    constants = {"RANK": len(batch), "FEW": few, "WIDE": wide, "ONCE": once, "ROWS": rows, "COLUMNS": 64}
     assert loops(compile_for_gpu(triton_kernels.copy_tiles, signature, constants)) == (not once)
 
 

@@ -10,17 +10,21 @@ from typing import Any
 import torch
 
 from twinkle.aten.routes import Work
-from twinkle.aten.strided import make_plan
+from twinkle.aten.strided import plan_of
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Of a copy: sizes, the strides of what is written, those of what is read."""
 
 
-def movement(sizes: tuple[int, ...], to_strides: tuple[int, ...], source_strides: tuple[int, ...]) -> str:
-    """One of :data:`MOVEMENTS`."""
-    plan = make_plan(sizes, to_strides, source_strides)
+def movement(
+    sizes: tuple[int, ...], to_strides: tuple[int, ...], source_strides: tuple[int, ...], itemsize: int
+) -> str:
+    """One of :data:`MOVEMENTS`, for elements of so many bytes."""
+    plan = plan_of(sizes, to_strides, source_strides, itemsize)
     if 0 in plan.source_strides:
         return "broadcast"
+    if plan.few > 1:
+        return "few together"
     if min(plan.source_strides) < plan.source_strides[0]:
         return "transposed"
     if plan.to_strides[0] > 1 or plan.source_strides[0] > 1:
@@ -41,15 +45,22 @@ def _matrix(row: int, column: int, elements: int) -> Layout:
     return (side, side), (side, 1), (row if row >= 0 else -row * side, column if column >= 0 else -column * side)
 
 
+def _pairs(elements: int) -> Layout:
+    """A transposition of complex numbers, part by part."""
+    side = max(2, math.isqrt(elements // 2))
+    return (side, side, 2), (2 * side, 2, 1), (2, 2 * side, 1)
+
+
 MOVEMENTS: dict[str, Callable[[int], Layout]] = {
     "contiguous": lambda elements: ((elements,), (1,), (1,)),
     "permuted": _permuted,
     "transposed": functools.partial(_matrix, 1, -1),
+    "few together": _pairs,
     "gaps": functools.partial(_matrix, -4, 2),
     "broadcast": functools.partial(_matrix, 1, 0),
 }
 """Kind -> a copy of about so many elements. Nothing changes; rows stay rows, but lie in another order; neighbours lie
-along another dimension; they don't lie side by side; elements are read more than once."""
+along another dimension; only a few stay neighbours; they don't lie side by side; elements are read more than once."""
 
 
 def laid_out(
@@ -65,7 +76,7 @@ def movement_of_result(self: torch.Tensor, memory_format: torch.memory_format | 
     # A meta tensor, which has no memory, tells how that is.
     meta = torch.empty_strided(self.shape, self.stride(), device="meta")
     to = torch.empty_like(meta, memory_format=memory_format or torch.preserve_format)
-    return movement(self.shape, to.stride(), self.stride())
+    return movement(self.shape, to.stride(), self.stride(), self.itemsize)
 
 
 def results_in_order(kinds: Collection[str]) -> Work:

@@ -22,14 +22,21 @@ MOST_PROGRAMS = 65535
 MORE_PROGRAMS = {"cuda": 2**31 - 1}
 """By type of device: where it accepts a larger grid."""
 
-ROWS_AT_ONCE = 2048
-"""Elements per turn of a copy by rows, and per turn of one by tiles, by item size: measured on an H200."""
-TILES = {1: (128, 128), 2: (128, 128), 4: (64, 64), 8: (64, 64)}
-TILE_WARPS = 8
-LEAST_TILE = 16
-"""Of fewer neighbours a tile gains nothing."""
-FEW = 4
-"""So few elements that lie side by side in both tensors make no row: tiles take the dimensions beyond."""
+AREA = 2048
+"""Elements of a tile whose rows are dense in both tensors."""
+WARPS = 4
+TRANSPOSING = {
+    1: ((128, 128, 8), (64, 128, 4)),
+    2: ((128, 128, 8), (64, 256, 8)),
+    4: ((64, 64, 8), (32, 256, 8)),
+    8: ((64, 64, 8), (64, 64, 4)),
+}
+"""Item size -> a tile's rows, along which the source is dense, its columns, along which the destination is, and warps:
+where each of them begins at a multiple of 16 bytes, and where not. As measured on an H200."""
+LEAST = 16
+"""Of fewer neighbours no tile is made."""
+MOST_FEW = 4
+"""So many elements that lie side by side in both tensors are moved together, not as a tile's rows."""
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By item size: what elements are moved as."""
@@ -43,15 +50,19 @@ class Plan(NamedTuple):
         sizes: of the dimensions, neighbours merged where both tensors allow it. The destination is densest along the
             first; there is at least one.
         to_strides, source_strides: in elements.
-        tiled: where tiles pay, the dimension along which the source is densest, and the one along which the destination
-            is; else None.
+        few: how many elements lie side by side in both tensors, where they are too few for a row; they are no dimension
+            then. Else 1.
+        rows: the dimension along which a tile has rows, the first being the other; None where there is no other.
+        transposing: whether ``rows`` is where the source is densest, and not the first.
         wide: whether offsets need more than 32 bits.
     """
 
     sizes: tuple[int, ...]
     to_strides: tuple[int, ...]
     source_strides: tuple[int, ...]
-    tiled: tuple[int, int] | None
+    few: int
+    rows: int | None
+    transposing: bool
     wide: bool
 
 
@@ -68,28 +79,41 @@ def make_plan(sizes: tuple[int, ...], to_strides: tuple[int, ...], source_stride
                 merged[-1] = inner_to, inner_source, inner * size
                 continue
         merged.append((to, source, size))
+    few = 1
+    if len(merged) > 1 and merged[0][:2] == (1, 1) and merged[0][2] <= MOST_FEW:
+        few = merged.pop(0)[2]
     to_strides, source_strides, sizes = zip(*(merged or [(1, 1, 1)]), strict=True)
-    furthest = max(
+    furthest = few + max(
         sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
         for strides in (to_strides, source_strides)
     )
-    wide = max(furthest, math.prod(sizes)) + _MARGIN >= 2**31
-    return Plan(sizes, to_strides, source_strides, _tiled(sizes, to_strides, source_strides), wide)
+    wide = max(furthest, few * math.prod(sizes)) + _MARGIN >= 2**31
+    return Plan(sizes, to_strides, source_strides, few, *_rows(sizes, source_strides), wide)
 
 
 _MARGIN = 2**28
-"""Indices of elements beyond the last are computed too, before they are masked."""
+"""Offsets of places beyond the last are computed too, before they are masked."""
 
 
-def _tiled(
-    sizes: tuple[int, ...], to_strides: tuple[int, ...], source_strides: tuple[int, ...]
-) -> tuple[int, int] | None:
-    """See :class:`Plan`."""
-    together = sizes[0] <= FEW and to_strides[0] == source_strides[0] == 1
-    first = 1 if together and len(sizes) > 1 else 0
-    dense = min(range(first, len(sizes)), key=lambda d: source_strides[d] or math.inf)
-    pays = source_strides[dense] < source_strides[first] and min(sizes[first], sizes[dense]) >= LEAST_TILE
-    return (dense, first) if pays else None
+def _rows(sizes: tuple[int, ...], source_strides: tuple[int, ...]) -> tuple[int | None, bool]:
+    """``rows`` and ``transposing`` of a :class:`Plan`."""
+    others = range(1, len(sizes))
+    if not others:
+        return None, False
+    dense = min(others, key=lambda d: source_strides[d] or math.inf)
+    if 0 < source_strides[dense] < source_strides[0] and min(sizes[0], sizes[dense]) >= LEAST:
+        return dense, True
+    return next((d for d in others if sizes[d] >= LEAST), max(others, key=lambda d: sizes[d])), False
+
+
+def plan_of(
+    sizes: tuple[int, ...], to_strides: tuple[int, ...], source_strides: tuple[int, ...], itemsize: int
+) -> Plan:
+    """The plan for elements of so many bytes; those that are wider than any integer are moved as pairs."""
+    if itemsize > _WIDEST:
+        pairs = ((*(2 * stride for stride in strides), 1) for strides in (to_strides, source_strides))
+        return make_plan((*sizes, 2), *pairs)
+    return make_plan(sizes, to_strides, source_strides)
 
 
 def most_programs(device: torch.device) -> int:
@@ -118,55 +142,40 @@ def _copying(
     source_strides: tuple[int, ...],
 ) -> Callable[..., None]:
     """The copy between two layouts, as a function of the tensors."""
-    layout: tuple[tuple[int, ...], ...] = sizes, to_strides, source_strides
-    views: tuple[torch.dtype, ...] = ()
-    if to_dtype == source_dtype:
-        itemsize = to_dtype.itemsize
-        if itemsize > _WIDEST:  # complex128, as pairs
-            doubled = ((*(2 * stride for stride in strides), 1) for strides in layout[1:])
-            layout = (*sizes, 2), *doubled
-        views = (INTEGERS[min(itemsize, _WIDEST)],) * 2
-    plan = make_plan(*layout)
-    most = most_programs(device)
-    if plan.tiled is None:
-        return _by_rows(plan, most, views)
-    return _by_tiles(plan, most, views, TILES[min(max(to_dtype.itemsize, source_dtype.itemsize), _WIDEST)])
-
-
-def _by_rows(plan: Plan, most: int, views: tuple[torch.dtype, ...]) -> Callable[..., None]:
-    from twinkle.aten import triton_kernels as kernels
     from twinkle.aten.launch import program
+    from twinkle.aten.triton_kernels import copy_tiles
 
-    (inner, *others), (to_inner, *to_strides), (source_inner, *source_strides) = plan[:3]
-    outer = math.prod(others)
-    width = min(_power_of_two(inner), ROWS_AT_ONCE if outer == 1 else ROWS_AT_ONCE // 2)
-    height = min(_power_of_two(outer), ROWS_AT_ONCE // width)
-    turns = math.ceil(outer / height) * math.ceil(inner / width)
-    numbers = inner, outer, to_inner, source_inner
-    batch = tuple(others), tuple(to_strides), tuple(source_strides)
-    constants = {"RANK": len(others), "WIDE": plan.wide, "ONCE": turns <= most, "OUTER": height, "INNER": width}
-    return program(kernels.copy_rows, min(turns, most), *numbers, *batch, views=views, **constants)
-
-
-def _by_tiles(plan: Plan, most: int, views: tuple[torch.dtype, ...], largest: tuple[int, int]) -> Callable[..., None]:
-    from twinkle.aten import triton_kernels as kernels
-    from twinkle.aten.launch import program
-
-    assert plan.tiled is not None
-    (rows, to_row, source_row), (columns, to_column, source_column) = (
-        (plan.sizes[d], plan.to_strides[d], plan.source_strides[d]) for d in plan.tiled
-    )
-    others = [d for d in range(len(plan.sizes)) if d not in plan.tiled]
-    batch = [tuple(of[d] for d in others) for of in plan[:3]]
-    batches, area = math.prod(batch[0]), math.prod(largest)
-    # A side that is shorter than a tile's leaves more to the other.
-    height = min(largest[0], _power_of_two(rows))
-    width = min(area // height, _power_of_two(columns))
-    height = min(area // width, _power_of_two(rows))
+    itemsize = max(to_dtype.itemsize, source_dtype.itemsize)
+    views = (INTEGERS[min(itemsize, _WIDEST)],) * 2 if to_dtype == source_dtype else ()
+    plan = plan_of(sizes, to_strides, source_strides, itemsize)
+    height, width, warps = _tile(plan, min(itemsize, _WIDEST))
+    tile = [(of[0], 1 if plan.rows is None else of[plan.rows]) for of in plan[:3]]
+    (columns, rows), (to_column, to_row), (source_column, source_row) = tile
+    batch = [tuple(of[d] for d in range(1, len(plan.sizes)) if d != plan.rows) for of in plan[:3]]
+    batches, most = math.prod(batch[0]), most_programs(device)
     turns = math.ceil(rows / height) * math.ceil(columns / width) * batches
     numbers = rows, columns, batches, to_row, to_column, source_row, source_column
-    constants = {"RANK": len(others), "WIDE": plan.wide, "ONCE": turns <= most, "ROWS": height, "COLUMNS": width}
-    return program(kernels.copy_tiles, min(turns, most), *numbers, *batch, views=views, warps=TILE_WARPS, **constants)
+    constants = {"RANK": len(batch[0]), "FEW": plan.few, "WIDE": plan.wide, "ONCE": turns <= most}
+    grid = min(turns, most)
+    return program(
+        copy_tiles, grid, *numbers, *batch, views=views, warps=warps, **constants, ROWS=height, COLUMNS=width
+    )
+
+
+def _tile(plan: Plan, itemsize: int) -> tuple[int, int, int]:
+    """Rows and columns of a plan's tiles, powers of two; and the warps for one."""
+    columns, rows = _power_of_two(plan.sizes[0]), 1 if plan.rows is None else _power_of_two(plan.sizes[plan.rows])
+    if not plan.transposing:
+        width = min(columns, AREA // min(rows, 2))
+        return min(rows, AREA // width), width, WARPS
+    assert plan.rows is not None
+    ends = plan.to_strides[plan.rows] * itemsize, plan.source_strides[0] * itemsize
+    height, width, warps = TRANSPOSING[itemsize][any(end % 16 for end in ends)]
+    area = height * width
+    # A side that is shorter than a tile's leaves more to the other.
+    height = min(height, rows)
+    width = min(area // height, columns)
+    return min(area // width, rows), width, warps
 
 
 def _power_of_two(size: int) -> int:
