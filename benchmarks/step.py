@@ -48,6 +48,9 @@ class Workload:
         family: ``Qwen3`` for ``Qwen3Config`` and ``Qwen3ForCausalLM``.
         batch, length: of the token ids.
         config: the configuration's arguments.
+        mask: what says that there is none: nothing is padded. That is what transformers sees by itself, but not under a
+            compiler: there it would build a mask, and attention with one takes three times as long. A model that takes
+            no mapping is left to see by itself.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Workload:
     batch: int
     length: int
     config: dict[str, Any]
+    mask: dict[str, None] | None = None
 
     @property
     def shape(self) -> str:
@@ -78,6 +82,7 @@ QWEN3_SMALL = Workload(
         "max_position_embeddings": 4096,
         "attn_implementation": "sdpa",
     },
+    mask={"full_attention": None},
 )
 """The shape of Qwen3-0.6B as published."""
 
@@ -103,24 +108,24 @@ QWEN3_MOE = Workload(
 )
 """Six layers of the shape of Qwen3-30B-A3B."""
 
-TOY = Workload(
-    "toy",
-    "Qwen3",
-    batch=2,
-    length=32,
-    config={
-        **QWEN3_SMALL.config,
-        "vocab_size": 256,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-    },
-)
+_TOY = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
 
-WORKLOADS = {workload.name: workload for workload in (QWEN3_SMALL, QWEN3_MOE, TOY)}
+
+def toy(workload: Workload) -> Workload:
+    """The same model in a size that tells nothing."""
+    narrow = {"moe_intermediate_size": 32, "num_experts": 16} if "num_experts" in workload.config else {}
+    config = {**workload.config, **_TOY, "intermediate_size": 128, **narrow}
+    return dataclasses.replace(workload, name="toy", batch=2, length=32, config=config)
+
+
+WORKLOADS = {workload.name: workload for workload in (QWEN3_SMALL, QWEN3_MOE)}
 DTYPE = torch.bfloat16
 
 
@@ -222,9 +227,7 @@ def measure(who: str, workload: Workload, device: torch.device, *, seconds: floa
     note = candidate.after(model) if candidate.after else ""
     call = torch.compile(model, backend=compiler) if candidate.compiled else model
 
-    # Nothing is padded, which transformers sees by itself, but not under a compiler: there it would build a mask, and
-    # attention with one takes three times as long.
-    inputs = {"input_ids": ids, "labels": ids, "attention_mask": {"full_attention": None}}
+    inputs = {"input_ids": ids, "labels": ids, "attention_mask": workload.mask}
 
     def step() -> torch.Tensor:
         return training_step(model, inputs, call)
@@ -283,7 +286,7 @@ def run_alone(
         settings: see :func:`measure`.
     """
     failed = Result(f"step/{workload.name}", who, workload.shape, str(DTYPE).removeprefix("torch."))
-    asked = {"who": who, "workload": workload.name, "device": str(device), **settings}
+    asked = {"who": who, "workload": dataclasses.asdict(workload), "device": str(device), **settings}
     here = [str(Path(__file__).parents[1]), str(Path(twinkle.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, open(f"{folder}/errors", "w+") as errors:
         answer = Path(folder, "row.json")
@@ -365,18 +368,19 @@ def main(argv: list[str] | None = None) -> Run | None:
         metavar="NAME,...",
         help=f"only these, in this order (default: {','.join(CANDIDATES)})",
     )
-    models = [name for name in WORKLOADS if name != TOY.name]
-    parser.add_argument("--model", choices=models, default=QWEN3_SMALL.name, help=f"default: {QWEN3_SMALL.name}")
+    parser.add_argument(
+        "--model", choices=list(WORKLOADS), default=QWEN3_SMALL.name, help=f"default: {QWEN3_SMALL.name}"
+    )
     parser.add_argument("--alone", help=argparse.SUPPRESS)  # the process of one candidate
     options = parser.parse_args(argv)
     device = start(options)
     if options.alone:
         asked = json.loads(options.alone)
-        workload, device = WORKLOADS[asked.pop("workload")], torch.device(asked.pop("device"))
+        workload, device = Workload(**asked.pop("workload")), torch.device(asked.pop("device"))
         row = measure(asked.pop("who"), workload, device, **asked)
         Path(options.json).write_text(json.dumps(dataclasses.asdict(row)))
         return None
-    workload = TOY if options.quick else WORKLOADS[options.model]
+    workload = toy(WORKLOADS[options.model]) if options.quick else WORKLOADS[options.model]
     # Toys are too small for the machine code to matter: what is tried is whether everything runs.
     settings = {"seconds": 0.0, "compiler": "aot_eager"} if options.quick else {"seconds": 5.0, "compiler": "inductor"}
     run = Run("step", device, {"quick": options.quick, "budget_s": options.budget, **settings})

@@ -305,11 +305,17 @@ def test_step_quick(tmp_path, capsys):
     assert "tokens/s" in printed and f"{ours}: " in printed
 
 
+def test_a_step_of_experts():
+    run = step.main([*QUICK, "--threads", "1", "--model", step.QWEN3_MOE.name, "--candidates", "hf,twinkle"])
+    rows = {row.who: row for row in run.results}
+    assert rows["hf"].ms and rows["twinkle"].ms, [row.note for row in run.results]
+
+
 def test_a_step_that_takes_too_long_or_fails_is_a_row_with_the_reason(capfd):
-    settings = {"seconds": 0.0, "compiler": "aot_eager"}
-    row = step.run_alone("hf", step.TOY, CPU, timeout=0.2, **settings)
+    settings, toy = {"seconds": 0.0, "compiler": "aot_eager"}, step.toy(step.QWEN3_SMALL)
+    row = step.run_alone("hf", toy, CPU, timeout=0.2, **settings)
     assert row.ms is None and row.note.startswith("out of time")
-    row = step.run_alone("hf", step.TOY, torch.device("mps"), timeout=60, **settings)
+    row = step.run_alone("hf", toy, torch.device("mps"), timeout=60, **settings)
     assert row.ms is None and row.note.startswith("its process ended with exit code 1: ")
     assert "Traceback" in capfd.readouterr().err
 
