@@ -191,7 +191,8 @@ CANDIDATES: dict[str, Candidate] = {
 # --- the process of one candidate -------------------------------------------------------------------------------------
 
 
-def _model(workload: Workload, device: torch.device) -> Any:
+def new_model(workload: Workload, device: torch.device) -> Any:
+    """The model in training mode, without a cache, the same at every call on a device."""
     import transformers
 
     config = getattr(transformers, f"{workload.family}Config")(**workload.config)
@@ -223,7 +224,7 @@ def measure(who: str, workload: Workload, device: torch.device, *, seconds: floa
     ids = torch.randint(0, workload.config["vocab_size"], shape, generator=torch.Generator().manual_seed(0)).to(device)
     if candidate.before:
         candidate.before(workload)
-    model = _model(workload, device)
+    model = new_model(workload, device)
     note = candidate.after(model) if candidate.after else ""
     call = torch.compile(model, backend=compiler) if candidate.compiled else model
 

@@ -26,9 +26,14 @@ def _kind(self, src, _):
     return "cast" if found == "contiguous" and self.dtype != src.dtype else found
 
 
-def _sample(movement, elements, device, dtype=torch.bfloat16):
+def _sample(movement, elements, device, dtype):
     sizes, to_strides, strides = MOVEMENTS[movement](elements)
-    return laid_out(sizes, to_strides, torch.bfloat16, device), laid_out(sizes, strides, dtype, device), False
+    return laid_out(sizes, to_strides, dtype, device), laid_out(sizes, strides, dtype, device), False
+
+
+def _cast(elements, device, dtype):
+    to, source, _ = _sample("contiguous", elements, device, dtype)
+    return to, source.to(torch.float32 if dtype is not torch.float32 else torch.bfloat16), False
 
 
 SPEC = OperatorSpec(
@@ -78,7 +83,7 @@ SPEC = OperatorSpec(
         kind=_kind,
         samples={
             **{name: functools.partial(_sample, name) for name in MOVEMENTS},
-            "cast": functools.partial(_sample, "contiguous", dtype=torch.float32),
+            "cast": _cast,
         },
     ),
     gradient=overwrite,

@@ -44,7 +44,7 @@ SPEC = OperatorSpec(
         ),
     ),
     work=Work(
-        samples={ANY: lambda elements, device: (torch.ones(elements, dtype=torch.bfloat16, device=device), 0.1, True)}
+        samples={ANY: lambda elements, device, dtype: (torch.ones(elements, dtype=dtype, device=device), 0.1, True)}
     ),
     reference="reference:dropout_reference",
     judge="reference:judge",

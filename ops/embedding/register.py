@@ -37,9 +37,9 @@ def _elements(weight, indices, *_):
     return indices.numel() * weight.size(1)
 
 
-def _sample(elements, device):
+def _sample(elements, device, dtype):
     rows, width = 131072, 1024  # more than any cache holds
-    weight = torch.ones(rows, width, dtype=torch.bfloat16, device=device)
+    weight = torch.ones(rows, width, dtype=dtype, device=device)
     return _call(weight, torch.randint(rows, (max(1, elements // width),), device=device))
 
 

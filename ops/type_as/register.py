@@ -16,9 +16,11 @@ def _kind(self, other):
     return "cast" if found == "contiguous" else found
 
 
-def _sample(movement, elements, device):
+def _sample(movement, elements, device, dtype):
+    """To a tensor of that dtype."""
     sizes, _, strides = MOVEMENTS[movement](elements)
-    return laid_out(sizes, strides, torch.float32, device), torch.ones(1, dtype=torch.bfloat16, device=device)
+    other = torch.float32 if dtype is not torch.float32 else torch.bfloat16
+    return laid_out(sizes, strides, other, device), torch.ones(1, dtype=dtype, device=device)
 
 
 SPEC = OperatorSpec(

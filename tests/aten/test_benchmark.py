@@ -22,7 +22,7 @@ from twinkle.aten.serving import Serving
 from twinkle.aten.spec import OperatorSpec
 from twinkle.bench import aten, clocks
 from twinkle.bench import routes as table_of
-from twinkle.bench.aten import NATIVE, PEER, measure, wins
+from twinkle.bench.aten import NATIVE, PEER, ROUTED, loses, measure, wins
 from twinkle.bench.results import Result
 
 TOGETHER = {name for name in USES if catalog.operator(name).caution is None}
@@ -111,8 +111,8 @@ def test_what_holds_while_a_call_is_timed_is_not_timed() -> None:
     samples = clocks.interleaved(calls, clock, rounds=3, seconds=0, warm_up=1, within={"a": slow})
     assert max(samples["a"]) < 5
     text = " ".join(order)
-    assert text.count("in a out") == 3 and text.count("in a a out") == 1, (
-        "three rounds; a warm-up and how long it takes"
+    assert text.count("in a a out") == 4 and "in a out" not in text, (
+        "a warm-up and how long it takes; three rounds, each with a call before the one that counts"
     )
 
 
@@ -146,7 +146,7 @@ def test_a_call_that_is_routed_to_native_is_timed_as_users_get_it(
     monkeypatch.setattr("twinkle.aten.modes.routes_of", found)
     monkeypatch.setattr(routes, "_every_size", False)
     rows = list(measure(clone, chip.found, **BRIEF))
-    routed = {row.case for row in rows if row.who == aten.ROUTED}
+    routed = {row.case for row in rows if row.who == ROUTED}
     ours = {row.case for row in rows if row.who in ("torch", "triton") and row.ms}
     assert "aten/clone/contiguous" in routed and "aten/clone/transposed" in ours - routed
     assert routed < ours
@@ -262,21 +262,30 @@ def test_who_wins_by_more_than_the_noise() -> None:
     assert wins([row(NATIVE, 2, 3), Result("aten/clone/small", "torch", "64", "float32", note="refused")]) == []
 
 
+def test_who_loses_by_more_than_the_noise() -> None:
+    def row(who: str, p20: float, p80: float) -> Result:
+        return Result("aten/clone/small", who, "64", "float32", {"p20": p20, "p50": p20, "p80": p80}, samples=3)
+
+    assert loses([row(NATIVE, 2, 3), row("triton", 3.1, 4)]) == ["aten/clone/small float32"]
+    assert loses([row(NATIVE, 2, 3), row("triton", 2.9, 4)]) == []
+    assert loses([row(NATIVE, 2, 3), row("triton", 4, 4), row(ROUTED, 4, 4)]) == [], "nobody gets it"
+
+
 # --- install("auto") --------------------------------------------------------------------------------------------------
 
 
 class Told:
-    """A clock that says who is fast: whoever is called while one of some operators is registered."""
+    """A clock by which calls take so long while one of some operators is registered, and two milliseconds else."""
 
-    def __init__(self, fast: set[str]) -> None:
-        self.fast = fast
+    def __init__(self, fast: set[str], ms: float = 1.0) -> None:
+        self.fast, self.ms = fast, ms
 
     def repeats(self, call: clocks.Call) -> int:
         return 1
 
     def start(self, call: clocks.Call, repeats: int) -> Callable[[], float]:
         call()
-        ms = 1.0 if {registration.operator for registration in active()} & self.fast else 2.0
+        ms = self.ms if {registration.operator for registration in active()} & self.fast else 2.0
         return lambda: ms
 
     def wait(self) -> None:
@@ -301,6 +310,18 @@ def test_auto_installs_what_wins_somewhere(fast: set[str], chip: Profile, monkey
         assert {registration.operator for registration in active()} == fast
         shown = repr(installed)
     assert active() == [] and shown.startswith(f"<Installation of {', '.join(sorted(fast)) or 'nothing'}; left out: ")
+
+
+@interpreted_takes_long
+@pytest.mark.usefixtures("quick")
+def test_auto_leaves_out_what_loses_somewhere(chip: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each case has a clock of its own: the first one's says that ours is fast, the others' that it is slow."""
+    told = iter([Told({"clone"})])
+    monkeypatch.setattr(aten, "clock_for", lambda device: next(told, Told({"clone"}, ms=3.0)))
+    monkeypatch.setattr(aten, "host_clock_for", lambda device: None)
+    monkeypatch.setattr(catalog, "chosen", lambda: ["clone"])
+    with install("auto", platform=chip.platform) as installed:
+        assert "faster than PyTorch's elsewhere, is slower on aten/clone/" in str(installed.left_out["clone"])
 
 
 @interpreted_takes_long

@@ -67,7 +67,7 @@ def test_every_kind_of_call_can_be_made_anew(registrable: OperatorSpec) -> None:
     work = registrable.work
     for kind, sample in work.samples.items():
         for elements in (2**10, 2**16):
-            values = sample(elements, torch.device(DEVICE))
+            values = sample(elements, torch.device(DEVICE), torch.bfloat16)
             assert work.kind(*values) == kind
             assert elements / 2 <= work.elements(*values) <= elements * 2
             assert Serving(registrable, PLATFORMS["cpu"], "triton").refusal(list(values)) is None
@@ -101,7 +101,7 @@ def test_an_architecture_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> N
     work = catalog.operator("clone").work
     found = routes_of("clone", work, NVIDIA, "triton")
     assert found is not None and found.code_at_once == "small"
-    call = lambda kind, elements: list(work.samples[kind](elements, torch.device("meta")))  # noqa: E731
+    call = lambda kind, elements: list(work.samples[kind](elements, torch.device("meta"), torch.bfloat16))  # noqa: E731
     assert found.refusal(call("contiguous", 2**28)) == "slower-contiguous"
     assert found.refusal(call("transposed", 2**16)) == "small"
     assert found.refusal(call("transposed", 2**28)) is None
@@ -112,7 +112,7 @@ def test_another_architecture_of_that_platform_is_pytorchs(monkeypatch: pytest.M
     work = catalog.operator("clone").work
     found = routes_of("clone", work, NVIDIA, "triton")
     assert found is not None and found.code_at_once == "unmeasured"
-    values = work.samples["transposed"](2**26, torch.device("meta"))
+    values = work.samples["transposed"](2**26, torch.device("meta"), torch.bfloat16)
     assert found.refusal(list(values)) == "unmeasured"
     assert found.at_once(1)(values)
 

@@ -16,9 +16,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from benchmarks import aten, host, kernelize, loss, moe, ops, step, trace, training
+from benchmarks import aten, aten_model, host, kernelize, loss, moe, ops, step, sweep, trace, training
 from tests.support.results import check_schema
-from twinkle.bench import clocks
+from twinkle.aten import catalog
+from twinkle.bench import clocks, routes
 from twinkle.bench import ops as measuring
 from twinkle.bench.cases import CASES, LARGE, OPS, SMALL, Nothing, all_items, host_items, traffic_mb
 from twinkle.bench.results import Result, Run, read
@@ -280,6 +281,43 @@ def test_a_curve_that_leaves_the_spread_is_told():
         False,
         True,
     ]
+
+
+# --- installed operators ----------------------------------------------------------------------------------------------
+
+
+def test_the_sweep_of_installed_operators_quick(tmp_path, capsys):
+    path = tmp_path / "sweep.json"
+    run = sweep.main([*QUICK, "--op", "contiguous", "--json", str(path)])
+    check_schema(json.loads(path.read_text()))
+    kinds = {row.case.split("/")[2] for row in run.results}
+    assert kinds == set(catalog.operator("contiguous").work.samples) and {row.who for row in run.results} == {
+        "native",
+        "installed",
+    }
+    assert {row.dtype for row in run.results} == {str(dtype).removeprefix("torch.") for dtype in sweep.DTYPES}
+    assert f"Of {len(run.results) // 2} calls" in capsys.readouterr().out
+
+
+def test_what_is_slower_than_it_may_be():
+    point = routes.Point("clone", "gaps", "bfloat16", 64, 100.0, 113.0)
+    assert not point.slower and point._replace(installed_us=113.1).slower
+    run = Run("sweep", CPU, {}, {})
+    for who, ms in (("native", 0.1), ("installed", 0.2)):
+        run.results.append(Result("sweep/clone/gaps", who, "64", "bfloat16", ms={"p20": ms, "p50": ms, "p80": ms}))
+    assert routes.points(run.results) == [point._replace(installed_us=200.0)]
+    said = sweep.report(run)
+    assert said.startswith("Of 1 calls 1 take more than 5% and 8 us longer") and "200.0" in said
+
+
+def test_a_model_with_installed_operators_quick(tmp_path):
+    path = tmp_path / "aten_model.json"
+    run = aten_model.main([*QUICK, "--steps", "2", "--generations", "2", "--json", str(path)])
+    check_schema(json.loads(path.read_text()))
+    rows = {(row.case, row.who): row for row in run.results}
+    assert len(rows) == 6 and not rows["aten_model/train", "native"].note
+    assert "embedding 1 (1 by its kernel)" in rows["aten_model/train", "all"].note
+    assert "embedding 4 (4 by its kernel)" in rows["aten_model/generate", "all"].note
 
 
 # --- step -------------------------------------------------------------------------------------------------------------

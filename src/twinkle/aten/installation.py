@@ -51,8 +51,9 @@ def install(
     Args:
         operators: names; ``"all"``: those that can be registered and do no harm in the process meanwhile; ``"auto"``:
             those of them whose kernel is faster than PyTorch's own, by more than the noise, on one of the calls in
-            their ``benchmark.yaml`` at least. That is measured here and now, which takes some seconds for each; nothing
-            else should run meanwhile. The others are in ``Installation.left_out``.
+            their ``benchmark.yaml`` at least, and slower on none that it would serve. That is measured here and now,
+            which takes some seconds for each; nothing else should run meanwhile. The others are in
+            ``Installation.left_out``.
         platform: a platform's name or alias, or a device profile.
         modes: who serves the calls of an operator. ``"auto"``: its kernel, but PyTorch's own where that is faster, as
             the operator's routes say. ``"triton"``: its Triton kernel for every call that it can take. ``"native"``:
@@ -107,13 +108,13 @@ def _meant(operators: Any) -> list[OperatorSpec]:
 
 
 def _why_not(spec: OperatorSpec, platform: Platform) -> Reason | None:
-    """None when an operator's kernel wins somewhere on this machine."""
+    """None when an operator's kernel wins somewhere on this machine, and loses nowhere."""
     import torch
 
     from twinkle.aten.harness.listed import InputsError
 
     try:
-        from twinkle.bench.aten import measure, size_for, wins
+        from twinkle.bench.aten import loses, measure, size_for, wins
 
         size = size_for(torch.device(platform.device_type))
         rows = list(measure(spec, platform, size=size, rounds=10, seconds=0.5, peer=False))
@@ -124,8 +125,11 @@ def _why_not(spec: OperatorSpec, platform: Platform) -> Reason | None:
             raise
         text = "auto reads benchmark.yaml, and the package PyYAML is not installed"
         raise RegistrationError(spec.name, Reason("no-package", text, "pip install 'twinkle-kernel[aten]'")) from error
-    if wins(rows):
-        return None
     notes = dict.fromkeys(row.note for row in rows if row.note)
-    text = "its kernel is faster than PyTorch's on none of its benchmark's calls"
+    if not wins(rows):
+        text = "its kernel is faster than PyTorch's on none of its benchmark's calls"
+    elif slower := loses(rows):
+        text = f"its kernel, faster than PyTorch's elsewhere, is slower on {', '.join(slower)}"
+    else:
+        return None
     return Reason("slower", "; ".join([text, *notes]))

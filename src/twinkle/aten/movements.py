@@ -86,8 +86,8 @@ def results_in_order(kinds: Collection[str]) -> Work:
         kinds: the movements of which the table may tell something.
     """
 
-    def sample(kind: str, elements: int, device: torch.device) -> tuple[Any, ...]:
+    def sample(kind: str, elements: int, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
         sizes, _, strides = MOVEMENTS[kind](elements)
-        return laid_out(sizes, strides, torch.bfloat16, device), torch.contiguous_format
+        return laid_out(sizes, strides, dtype, device), torch.contiguous_format
 
     return Work(kind=movement_of_result, samples={kind: functools.partial(sample, kind) for kind in kinds})

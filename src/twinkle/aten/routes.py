@@ -51,12 +51,13 @@ class Work:
     Args:
         elements: how many elements a call computes, of its leading tensors; an IndexError where no kernel takes it.
         kind: of all its arguments, in the schema's order, of a call that the kernels take: one of ``samples``.
-        samples: kind -> ``sample(elements, device)``: the arguments of such a call, which computes about so many.
+        samples: kind -> ``sample(elements, device, dtype)``: the arguments of such a call, which computes about so many
+            elements of that dtype.
     """
 
     elements: Callable[..., int] = _elements_of_first
     kind: Callable[..., str] = lambda *_: ANY
-    samples: Mapping[str, Callable[[int, torch.device], tuple[Any, ...]]] = field(default_factory=dict)
+    samples: Mapping[str, Callable[[int, torch.device, torch.dtype], tuple[Any, ...]]] = field(default_factory=dict)
 
 
 class Routes:

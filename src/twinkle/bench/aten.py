@@ -98,12 +98,27 @@ def wins(rows: list[Result]) -> list[str]:
 
     Not those whose route is native: there nobody gets it.
     """
-    native = {(r.case, r.dtype): r.ms["p20"] for r in rows if r.ms and r.who == NATIVE}
+    return [case for case, ours, native in _served(rows) if ours["p80"] < native["p20"]]
+
+
+def loses(rows: list[Result]) -> list[str]:
+    """Those in which it is slower by more than the noise."""
+    return [case for case, ours, native in _served(rows) if ours["p20"] > native["p80"]]
+
+
+Times = dict[str, float]
+
+
+def _served(rows: list[Result]) -> Iterator[tuple[str, Times, Times]]:
+    """The cases that our kernel serves where the operator is registered, with its times and native's."""
+    native = {(r.case, r.dtype): r.ms for r in rows if r.ms and r.who == NATIVE}
     routed = {(r.case, r.dtype) for r in rows if r.who == ROUTED}
-    # Ours has the name of what it is written in, which may be a platform's.
-    ours = [r for r in rows if r.ms and r.who not in (NATIVE, ROUTED, FLOOR, PEER) and not r.who.endswith(DIRECT)]
-    found = [(r.case, r.dtype) for r in ours if r.ms and r.ms["p80"] < native[r.case, r.dtype]]
-    return [" ".join(case) for case in found if case not in routed]
+    for row in rows:
+        # Ours has the name of what it is written in, which may be a platform's.
+        if row.ms and row.who not in (NATIVE, ROUTED, FLOOR, PEER) and not row.who.endswith(DIRECT):
+            case = row.case, row.dtype
+            if case not in routed:
+                yield " ".join(case), row.ms, native[case]
 
 
 class _Timed:

@@ -6,11 +6,12 @@ measured, for a kernel that is registered as for PyTorch's own.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,44 +28,68 @@ SIZES = tuple(2**power for power in range(20, 31))
 """Bytes of what a call computes; fewer take no longer than it takes to submit them."""
 
 
+INSTALLED = "installed"
+"""Who serves where an operator's routes apply: our kernel or PyTorch's own."""
+
+
 def sweep(
-    spec: OperatorSpec, platform: Platform, sizes: tuple[int, ...], *, rounds: int, seconds: float
+    spec: OperatorSpec,
+    platform: Platform,
+    sizes: tuple[int, ...],
+    *,
+    dtypes: Sequence[torch.dtype] = (torch.bfloat16,),
+    routed: bool = False,
+    rounds: int,
+    seconds: float,
 ) -> Iterator[Result]:
-    """Native and ours, in turns, for every kind of call and every size.
+    """Native and ours, in turns, for every kind of call, every dtype and every size.
 
     Args:
         sizes: in bytes; what doesn't fit into the device's memory is left out.
+        routed: whether ours is the operator as it is installed, its routes included, or its kernel for every call.
         rounds: samples of each candidate, at most.
         seconds: about how long the rounds of one call may take.
     """
     device = torch.device(platform.device_type)
     for kind, sample in spec.work.samples.items():
-        for size in sizes:
-            try:
-                yield from _rows(spec, platform, kind, size, sample(max(1, size // 2), device), rounds, seconds)
-            except torch.OutOfMemoryError:
-                break
+        for dtype in dtypes:
+            for size in sizes:
+                try:
+                    values = sample(max(1, size // dtype.itemsize), device, dtype)
+                    if spec.work.kind(*values) == kind:  # the smallest of some kinds are of another
+                        yield from _rows(spec, platform, kind, size, values, routed, rounds, seconds)
+                except torch.OutOfMemoryError:
+                    break
 
 
 @torch.no_grad()
 def _rows(
-    spec: OperatorSpec, platform: Platform, kind: str, size: int, values: Any, rounds: int, seconds: float
+    spec: OperatorSpec,
+    platform: Platform,
+    kind: str,
+    size: int,
+    values: Any,
+    routed: bool,
+    rounds: int,
+    seconds: float,
 ) -> Iterator[Result]:
-    level = best_level(spec, platform)
+    ours = INSTALLED if routed else best_level(spec, platform)
+    dtype = str(values[0].dtype).removeprefix("torch.")
+    case = f"{'sweep' if routed else 'routes'}/{spec.name}/{kind}"
     call: Call = Arguments(spec.overload).call(functools.partial(functools.partial, spec.overload), list(values))
 
     def registered() -> Any:
-        with every_size():
+        with contextlib.nullcontext() if routed else every_size():
             return spec.register_a1(platform=platform.name)
 
     with registered() as registration:
         call()
-    if registration.counts.kernel != 1:
+    if registration.counts.kernel != 1 and not routed:
         note = f"native serves it: {', '.join(registration.counts.fallbacks)}"
-        yield Result(f"routes/{spec.name}/{kind}", level, str(size), "bfloat16", note=note)
+        yield Result(case, ours, str(size), dtype, note=note)
         return
     device = torch.device(platform.device_type)
-    calls, within = {NATIVE: call, level: call}, {level: registered}
+    calls, within = {NATIVE: call, ours: call}, {ours: registered}
     samples = interleaved(calls, clock_for(device), rounds=rounds, seconds=seconds / 2, within=within)
     clock = host_clock_for(device)
     host = {} if clock is None else interleaved(calls, clock, rounds=rounds, seconds=seconds / 2, within=within)
@@ -72,7 +97,40 @@ def _rows(
         fields: dict[str, Any] = {"ms": percentiles(ms), "samples": len(ms)}
         if who in host:
             fields["host_us"] = percentiles([one * 1e3 for one in host[who]])
-        yield Result(f"routes/{spec.name}/{kind}", who, str(size), "bfloat16", **fields)
+        yield Result(case, who, str(size), dtype, **fields)
+
+
+ALLOWED_US, ALLOWED = 8.0, 1.05
+"""By how much an installed operator may be slower than PyTorch's own: so many microseconds, after that factor."""
+
+
+class Point(NamedTuple):
+    """One call of the sweep of installed operators; times in microseconds, device or host, whichever takes longer."""
+
+    operator: str
+    kind: str
+    dtype: str
+    size: int
+    native_us: float
+    installed_us: float
+
+    @property
+    def slower(self) -> bool:
+        """Whether it is beyond what is allowed."""
+        return self.installed_us > ALLOWED * self.native_us + ALLOWED_US
+
+
+def points(results: Iterable[Result]) -> list[Point]:
+    """The calls of a sweep with ``routed``, by medians."""
+    times: dict[tuple[str, str, str], dict[str, float]] = {}
+    for row in results:
+        if row.ms:
+            times.setdefault((row.case, row.dtype, row.shape), {})[row.who] = _us(row, "p50")
+    found = []
+    for (case, dtype, size), both in times.items():
+        _, operator, kind = case.split("/")
+        found.append(Point(operator, kind, dtype, int(size), both[NATIVE], both[INSTALLED]))
+    return found
 
 
 def tables(results: list[Result]) -> dict[str, dict[str, int | None]]:

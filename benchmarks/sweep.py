@@ -1,0 +1,67 @@
+"""Installed ATen operators, their routes included, against PyTorch's own, over dtypes, sizes and layouts.
+
+    python -m benchmarks.sweep --json FILE [--op clone]
+
+Whoever installs an operator gets PyTorch's own kernel wherever ours isn't faster. What that costs is measured here: no
+call should take more than 5 % and 8 us longer than without us.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.program import arguments, device_option, finish, progress, start
+from twinkle.aten import catalog
+from twinkle.bench.clocks import ceilings
+from twinkle.bench.results import Run
+from twinkle.bench.routes import ALLOWED, ALLOWED_US, points, sweep
+from twinkle.layout import plain, table, width_of_terminal
+from twinkle.platforms import platform_of
+
+SIZES = tuple(2**power for power in range(6, 31, 4))
+"""Bytes of what a call computes."""
+DTYPES = (torch.bfloat16, torch.float32, torch.int64, torch.uint8, torch.complex128)
+FLOATING = ("dropout", "embedding")
+"""Which operators compute numbers of the first two."""
+
+
+def main(argv: list[str] | None = None) -> Run:
+    """Runs the program; returns what it measured."""
+    parser = arguments("sweep", "Times installed ATen operators against PyTorch's own over dtypes, sizes and layouts.")
+    device_option(parser)
+    specs = [spec for spec in map(catalog.operator, catalog.names()) if spec.work.samples]
+    names = [spec.name for spec in specs]
+    parser.add_argument("--op", choices=names, action="append", help="only this operator; may be repeated")
+    parser.add_argument("--rounds", type=int, default=7, help="samples of each candidate at most (default: 7)")
+    parser.add_argument("--seconds", type=float, default=0.2, help="for the rounds of one call (default: 0.2)")
+    options = parser.parse_args(argv)
+    device = start(options)
+    platform = platform_of(device.type)
+    if platform is None:
+        parser.error(f"no platform of the device {device} on this machine")
+    rounds, sizes = (3, SIZES[:2]) if options.quick else (options.rounds, SIZES)
+    settings = {"rounds": rounds, "seconds": options.seconds}
+    run = Run("sweep", device, {**settings, "sizes": list(sizes)}, ceilings(device, options.quick))
+    wanted = [spec for spec in specs if not options.op or spec.name in options.op]
+    for number, spec in enumerate(wanted):
+        progress(number, len(wanted), spec.name)
+        dtypes = DTYPES[:2] if spec.name in FLOATING else DTYPES
+        run.results += sweep(spec, platform, sizes, dtypes=dtypes, routed=True, **settings)
+    return finish(run, options, report(run))
+
+
+def report(run: Run) -> str:
+    """The calls that take longer than they may, the worst first."""
+    found = points(run.results)
+    slower = sorted((point for point in found if point.slower), key=lambda point: point.native_us - point.installed_us)
+    allowed = f"{ALLOWED - 1:.0%} and {ALLOWED_US:g} us"
+    said = f"Of {len(found)} calls {len(slower)} take more than {allowed} longer where the operators are installed."
+    columns = ("operator", "kind of call", "dtype", "bytes", "native, us", "installed, us")
+    rows = [(*point[:3], str(point.size), f"{point.native_us:.1f}", f"{point.installed_us:.1f}") for point in slower]
+    return "\n\n".join(
+        [said, *([plain(table(columns, rows, width_of_terminal(), numbers=columns[3:]))] if rows else [])]
+    )
+
+
+if __name__ == "__main__":
+    main()
