@@ -42,7 +42,7 @@ def load(target: Any) -> Callable[..., Any]:
     ) -> tuple[torch.Tensor, None]:
         given = inputs_of(module, query, key, value, attention_mask, scaling, is_causal, position_bias)
         key, value, groups = given.key, given.value, given.groups
-        mask, empty = (None, None) if given.mask is None else without_empty_rows(given.mask)
+        mask, empty = (None, None) if given.mask is None else without_empty_rows(given.mask, query.dtype)
         if mask is not None and mask.dtype != torch.bool:
             mask = additive(mask, query.dtype)
         # With a mask PyTorch would take the unfused path for shared heads.
