@@ -126,6 +126,37 @@ def test_the_switch_makes_norms_compute_in_fp32(
     unkernelize(model)
 
 
+@pytest.mark.parametrize(
+    ("norm", "op", "function"),
+    [
+        (LlamaRMSNorm(64), "rms_norm", "npu_rms_norm"),
+        (GemmaRMSNorm(64), "rms_norm", "npu_gemma_rms_norm"),
+        (Qwen3NextRMSNormGated(64), "gated_rms_norm", "npu_rms_norm"),
+    ],
+)
+def test_the_switch_decides_in_what_torch_npu_computes(
+    norm: Any, op: str, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the simulation both round once; so what the functions are given is looked at."""
+    import torch_npu
+
+    published, given = getattr(torch_npu, function), []
+
+    def recorded(x: torch.Tensor, weight: torch.Tensor, **options: Any) -> Any:
+        given.append((x.dtype, weight.dtype))
+        return published(x, weight, **options)
+
+    model = torch.nn.Sequential(norm).to("npu", torch.bfloat16)
+    target = type(norm) if op == "rms_norm" else f"{type(norm).__module__}.{type(norm).__qualname__}.forward"
+    kernelize(model, {target: KernelChoice(op, ("npu",))}, strict=True)
+    monkeypatch.setattr(torch_npu, function, recorded)
+    inputs = [tensor(5, 64)] * (2 if op == "gated_rms_norm" else 1)
+    for value, dtype in (("1", torch.float32), ("off", torch.bfloat16), ("yes", torch.float32), ("0", torch.bfloat16)):
+        monkeypatch.setenv(rms_norm.IN_FP32, value)
+        assert norm(*inputs).dtype == torch.bfloat16 and given.pop() == (dtype, dtype)
+    unkernelize(model)
+
+
 def test_a_small_weight_beside_one_is_not_lost(called: Counter[str]) -> None:
     """1 + w in bf16 loses what is below 2**-8."""
     norm = GemmaRMSNorm(64).to("npu", torch.bfloat16)
