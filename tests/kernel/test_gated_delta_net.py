@@ -230,6 +230,29 @@ def test_what_is_missing_is_told(package: Path, monkeypatch: pytest.MonkeyPatch)
     assert "importing flash-linear-attention raised ModuleNotFoundError: none of" in str(ask()[1])
 
 
+def test_a_version_that_lacks_a_parameter_is_told(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes ``**kwargs``: the packed documents would leak without a word."""
+    monkeypatch.setattr(library, "DEVICES", ("cpu",))
+    write_package(package)
+    rules = package / "fla" / "ops" / "gated_delta_rule.py"
+    rules.write_text(rules.read_text().replace("cu_seqlens=None, chunk_size=64)", "chunk_size=64, **kwargs)"))
+    reason = get_op("fla").implementations["fla"].available()[1]
+    assert "chunk_gated_delta_rule has no parameter cu_seqlens: a newer version may" in str(reason)
+
+
+def test_the_librarys_recurrent_rule_is_not_for_training(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_package(package)
+    monkeypatch.setattr(library, "DEVICES", ("cpu",))
+    found, tensors = library.load("fla"), inputs(1)
+    rule = found["torch_recurrent_gated_delta_rule"]
+    assert rule.accepts_call(*tensors) is None
+    tensors[3].requires_grad_()
+    assert rule.accepts_call(*tensors) == "flash-linear-attention's recurrent rule has no gradient"
+    assert found["torch_chunk_gated_delta_rule"].accepts_call(*tensors) is None
+    with torch.no_grad():
+        assert rule.accepts_call(*tensors) is None
+
+
 def test_which_calls_are_for_the_library(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_package(package)
     rule = library.load("fla")["torch_chunk_gated_delta_rule"]

@@ -90,8 +90,11 @@ def test_a_tensor_subclass_and_a_compiler_are_left_to_the_original(monkeypatch: 
 def test_calls_of_a_gated_norm(gate: int | None) -> None:
     norm = Qwen3NextRMSNormGated(8).to("npu", torch.bfloat16)
     layer = rms_norm.load_gated(None, site(GatedRMSNormVariant("weight", "variance_epsilon"), norm))
-    x, given = tensor(3, 8), None if gate is None else tensor(3, gate)
+    x, given = tensor(30, 8), None if gate is None else tensor(30, gate)
     assert layer.accepts_call(norm, x, given) == ("the gate's shape is not the input's" if gate == 4 else None)
+    if gate == 8:  # in fp32, as the original's; rounded to bf16 before the product it would be within the judgement
+        normed, exact = layer.forward(norm, x).float(), torch.nn.functional.silu(given.float())
+        assert torch.equal(layer.forward(norm, x, given), (normed * exact).bfloat16())
     if gate is None:
         expected = LlamaRMSNorm.forward(norm, x)
         assert allowed_error_used(layer.forward(norm, x), expected, expected.double()) <= 1
