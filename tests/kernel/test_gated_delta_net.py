@@ -103,9 +103,10 @@ def linear_model() -> Any:
 
 def second_document(model: Any, first: torch.Tensor) -> torch.Tensor:
     """The hidden states of a document of eight tokens behind another one."""
-    ids = torch.cat((first, torch.arange(10, 18)))[None]
-    bounds = torch.tensor([0, len(first), ids.shape[1]], dtype=torch.int32)
-    positions = torch.cat((torch.arange(len(first)), torch.arange(8)))[None]
+    device = next(model.parameters()).device
+    ids = torch.cat((first, torch.arange(10, 18)))[None].to(device)
+    bounds = torch.tensor([0, len(first), ids.shape[1]], dtype=torch.int32, device=device)
+    positions = torch.cat((torch.arange(len(first)), torch.arange(8)))[None].to(device)
     options = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "position_ids": positions, "use_cache": False}
     return model.model(input_ids=ids, **options).last_hidden_state[0, len(first) :]
 

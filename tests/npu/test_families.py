@@ -11,6 +11,7 @@ from twinkle import presets
 from twinkle.commands.verify import ALL, OK, compare_entry
 from twinkle.kernel import DEFAULT_KERNEL_CONFIG, kernelize
 from twinkle.kernel.config import default_chain
+from twinkle.kernel.ops.fla.npu import NO_GRADIENT, NOT_PACKED
 from twinkle.kernel.ops.sdpa_attention.inputs import UNSERVED
 from twinkle.kernel.report import report, short
 from twinkle.kernel.undo import unkernelize
@@ -18,7 +19,7 @@ from twinkle.kernel.undo import unkernelize
 LEFT_TO_THE_ORIGINAL = {
     "rotary": {"torch_npu turns neighbouring channels by one table for the whole batch only"},
     "sdpa_attention": {UNSERVED["softcap"], "values of another width than queries"},
-    "fla": {"torch_npu publishes no gradient of the gated delta rule"},
+    "fla": {NO_GRADIENT, NOT_PACKED},
 }
 """The calls that a kernel doesn't take: tables of DeepSeek-V4's, attention of Gemma 2 and DeepSeek-V3, training."""
 

@@ -86,6 +86,15 @@ def test_a_tensor_subclass_and_a_compiler_are_left_to_the_original(monkeypatch: 
     assert "inside a compiler" in layer.accepts_call(norm, tensor(2, 8))
 
 
+def test_gates_that_it_does_not_take() -> None:
+    norm = Qwen3NextRMSNormGated(8).to("npu", torch.bfloat16)
+    layer = rms_norm.load_gated(None, site(GatedRMSNormVariant("weight", "variance_epsilon"), norm))
+    x = tensor(3, 8)
+    assert layer.accepts_call(norm, x, tensor(3, 8, dtype=torch.float64)) == "the dtype is none of fp32, bf16, fp16"
+    assert layer.accepts_call(norm, x, x.cpu()) == "the tensors are not on an NPU"
+    assert layer.accepts_call(norm, x, tensor(3, 8, dtype=torch.float32)) is None
+
+
 @pytest.mark.parametrize("gate", [None, 8, 4])
 def test_calls_of_a_gated_norm(gate: int | None) -> None:
     norm = Qwen3NextRMSNormGated(8).to("npu", torch.bfloat16)
@@ -287,6 +296,21 @@ def test_every_dialect_is_within_the_judgement_both_ways(dialect: Any) -> None:
         results.append([*outputs, *torch.autograd.grad(outputs, (q, k), grads)])
     for ours, theirs, right in zip(*results, strict=True):
         assert allowed_error_used(ours, theirs, right) <= 1
+
+
+@pytest.mark.parametrize("dialect", reference.DIALECTS)
+def test_in_what_a_dialect_rotates(dialect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the simulation the result is rounded once anyway; so what the function is given is looked at."""
+    import torch_npu
+
+    published, given = torch_npu.npu_rotary_mul, []
+    monkeypatch.setattr(
+        torch_npu, "npu_rotary_mul", lambda *args, **options: given.append(args[0].dtype) or published(*args, **options)
+    )
+    width = 4 if dialect.table == "half_width" else 8
+    variant = reference.RotaryVariant(dialect, True, PLAIN.parameters)
+    rotary.load(None, site(variant))(tensor(2, 4, 5, 16), tensor(2, 2, 5, 16), *[tensor(1, 5, width)] * 2)
+    assert given == [torch.float32 if dialect.compute == "fp32" else torch.bfloat16] * 2
 
 
 def test_the_gradient_of_a_rotation_can_be_differentiated() -> None:
