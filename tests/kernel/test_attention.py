@@ -17,7 +17,7 @@ from tests.support.attention import CASES, call, judged, module_for
 from twinkle import presets
 from twinkle.kernel import KernelChoice, kernelize
 from twinkle.kernel.ops.sdpa_attention import torch as backend
-from twinkle.kernel.ops.sdpa_attention.inputs import UNSERVED
+from twinkle.kernel.ops.sdpa_attention.inputs import UNSERVED, additive
 from twinkle.kernel.report import report
 from twinkle.kernel.undo import unkernelize
 from twinkle.kernel.verify import compare_models
@@ -58,6 +58,15 @@ def test_a_mask_of_more_digits_than_the_scores_has_rows_without_keys(dtype: torc
     given = (mask, {}) if wide == "mask" else (kept, {"position_bias": torch.randn(1, 2, 5, 5)})
     out, _ = attention(types.SimpleNamespace(is_causal=True), query, key, value, given[0], **given[1])
     torch.testing.assert_close(out[:, 2], value.mean(2), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_what_is_added_is_a_number(dtype: torch.dtype) -> None:
+    """Minus infinity less minus infinity is none, in fused kernels' running maxima."""
+    given = torch.tensor([float("-inf"), torch.finfo(torch.float32).min, -2.0])
+    lowest = torch.finfo(dtype).min
+    assert additive(given, dtype).tolist() == [lowest, lowest, -2.0]
+    assert additive(torch.tensor([True, False]), dtype).tolist() == [0, lowest]
 
 
 def test_a_graded_mask_is_not_made_boolean() -> None:
