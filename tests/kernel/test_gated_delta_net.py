@@ -231,6 +231,17 @@ def test_what_is_missing_is_told(package: Path, monkeypatch: pytest.MonkeyPatch)
     assert "importing flash-linear-attention raised ModuleNotFoundError: none of" in str(ask()[1])
 
 
+@pytest.mark.parametrize("name", ["torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"])
+@pytest.mark.parametrize("normalised", [True, False])
+def test_what_a_rule_is_asked_reaches_the_library(package: Path, normalised: bool, name: str) -> None:
+    write_package(package)
+    tensors, states, bounds = inputs(9), torch.randn(2, 3, 16, 8), torch.tensor([0, 4, 9])
+    options = {"initial_state": states, "output_final_state": True, "use_qk_l2norm_in_kernel": normalised}
+    found = library.load("fla")[name](*tensors, **options, cu_seqlens=bounds)
+    expected = reference.recurrent(*tensors, states, True, normalised, bounds)
+    torch.testing.assert_close(found, expected)
+
+
 def test_a_version_that_lacks_a_parameter_is_told(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes ``**kwargs``: the packed documents would leak without a word."""
     monkeypatch.setattr(library, "DEVICES", ("cpu",))
