@@ -242,6 +242,14 @@ def test_what_a_rule_is_asked_reaches_the_library(package: Path, normalised: boo
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("bounds", [None, torch.tensor([0, 4, 9])])
+def test_a_convolution_by_the_library_keeps_documents_apart(package: Path, bounds: torch.Tensor | None) -> None:
+    write_package(package)
+    x, weight, bias = torch.randn(1, 12, 9), torch.randn(12, 4), torch.randn(12)
+    found = library.load("fla")["causal_conv1d_fn"](x, weight, bias, "silu", cu_seq_lens_q=bounds)
+    torch.testing.assert_close(found, reference.causal_convolution(x, weight, bias, "silu", bounds))
+
+
 def test_a_version_that_lacks_a_parameter_is_told(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes ``**kwargs``: the packed documents would leak without a word."""
     monkeypatch.setattr(library, "DEVICES", ("cpu",))

@@ -63,6 +63,9 @@ def test_a_tensor_subclass_and_a_compiler_are_left_to_the_original(monkeypatch: 
     found = torch.compile(model, backend="eager")(**presets.inputs(model, device="npu")).logits
     assert torch.equal(found, expected), "the original's very operators"
     unkernelize(model)
+    seen = []
+    torch.func.vmap(lambda x: seen.append(npu_support.call_reason(x)) or x)(torch.ones(2, 8, device="npu"))
+    assert seen == ["inside a functorch transform"]
     monkeypatch.setattr(npu_support, "is_compiling", lambda: True)  # while Dynamo traces, no line of Python runs
     assert "inside a compiler" in layer.accepts_call(norm, tensor(2, 8))
 
