@@ -16,7 +16,10 @@ from benchmarks.texts import TEXTS
 from twinkle.bench.results import read
 
 ROOT = Path(__file__).parents[1]
-PROGRAMS = ("ops", "host", "step", "step_moe", "loss", "moe", "distributed", "training", "kernelize", "model")
+PROGRAMS = (
+    *("ops", "host", "step", "step_moe", "loss", "moe", "attention"),
+    *("distributed", "training", "kernelize", "model"),
+)
 PAGES = ("benchmarks.md", "cookbook.md")
 GENERATED = re.compile(r"(?P<begin><!-- generated: (?P<name>[\w ]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 

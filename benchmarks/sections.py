@@ -138,7 +138,7 @@ def _spread(ms: dict[str, float]) -> str:
 
 
 def timed(files: Files, text: dict[str, str], device: str, program: str) -> str:
-    """A line per candidate of the programs ``loss`` and ``moe``: time, memory, and the loss's error."""
+    """A line per candidate of ``loss``, ``moe`` and ``attention``: time, memory, and the loss's error."""
     name = f"{device}/{program}"
     if name not in files:
         return _missing(name, text)
@@ -354,8 +354,7 @@ def section(name: str) -> Section:
         "ops": ops,
         "host": host,
         **{program: functools.partial(step, program=program) for program in STEP_PROGRAMS},
-        "loss": functools.partial(timed, program="loss"),
-        "moe": functools.partial(timed, program="moe"),
+        **{program: functools.partial(timed, program=program) for program in ("loss", "moe", "attention")},
         "distributed": distributed,
         "training": training,
         "kernelize": kernelize,

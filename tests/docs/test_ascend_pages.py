@@ -54,3 +54,11 @@ def test_the_mapping_on_the_page_is_one() -> None:
     names: dict[str, object] = {}
     exec(block, names)
     assert names["mapping"]
+
+
+def test_the_number_of_kinds_of_calls_is_that_of_the_tests() -> None:
+    pytest.importorskip("transformers")
+    from tests.support.attention import CASES
+
+    numbers = [re.search(r"\| (\d+) (?:kinds of call|种调用)", page(language)) for language in LANGUAGES]
+    assert [int(found[1]) for found in numbers if found] == [len(CASES)] * 2

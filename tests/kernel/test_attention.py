@@ -17,7 +17,7 @@ from tests.support.attention import CASES, call, judged, module_for
 from twinkle import presets
 from twinkle.kernel import KernelChoice, kernelize
 from twinkle.kernel.ops.sdpa_attention import torch as backend
-from twinkle.kernel.ops.sdpa_attention.inputs import UNSERVED
+from twinkle.kernel.ops.sdpa_attention.inputs import UNSERVED, additive
 from twinkle.kernel.report import report
 from twinkle.kernel.undo import unkernelize
 from twinkle.kernel.verify import compare_models
@@ -45,6 +45,28 @@ def test_a_row_without_keys_is_the_mean_of_the_values(as_numbers: bool) -> None:
     gradients = torch.autograd.grad(out[:, 0].sum(), (query, key, value))
     torch.testing.assert_close(gradients[2], torch.full_like(value, 1 / 5))
     assert not gradients[0].any() and not gradients[1].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("wide", ["mask", "bias"])
+def test_a_mask_of_more_digits_than_the_scores_has_rows_without_keys(dtype: torch.dtype, wide: str) -> None:
+    """The lowest number is that of the scores' dtype, as transformers' masks have it, whatever the mask's own."""
+    query, key, value = (torch.randn(1, 2, 5, 8, dtype=dtype) for _ in range(3))
+    kept = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
+    kept[:, :, 2] = False
+    mask = torch.zeros(kept.shape).masked_fill(~kept, torch.finfo(dtype).min)
+    given = (mask, {}) if wide == "mask" else (kept, {"position_bias": torch.randn(1, 2, 5, 5)})
+    out, _ = attention(types.SimpleNamespace(is_causal=True), query, key, value, given[0], **given[1])
+    torch.testing.assert_close(out[:, 2], value.mean(2), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_what_is_added_is_a_number(dtype: torch.dtype) -> None:
+    """Minus infinity less minus infinity is none, in fused kernels' running maxima."""
+    given = torch.tensor([float("-inf"), torch.finfo(torch.float32).min, -2.0])
+    lowest = torch.finfo(dtype).min
+    assert additive(given, dtype).tolist() == [lowest, lowest, -2.0]
+    assert additive(torch.tensor([True, False]), dtype).tolist() == [0, lowest]
 
 
 def test_a_graded_mask_is_not_made_boolean() -> None:
@@ -97,6 +119,7 @@ def test_what_it_has_no_part_in_is_left_to_the_original(name: str) -> None:
         (torch.randn(1, 3, 3, 8), None, "queries and keys of"),
         (torch.randn(2, 3, 8), None, "queries and keys of"),
         (torch.randn(1, 2, 3, 8), torch.ones(3, 3), "four dimensions"),
+        (torch.randn(1, 2, 3, 8), torch.ones(1, 1, 3, 3, dtype=torch.int64), "neither boolean nor added"),
     ],
 )
 def test_shapes_that_it_does_not_take(key: torch.Tensor, mask: Any, words: str) -> None:
@@ -129,6 +152,38 @@ def test_two_models_share_it_and_another_backend_is_refused() -> None:
     assert unkernelize(first).shared
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward
     unkernelize(second)
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
+
+
+def test_what_somebody_else_registered_since_stays_and_is_named() -> None:
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        return sdpa_attention_forward(*args, **kwargs)
+
+    model = kernelize(presets.build("llama", attn_implementation="sdpa"), CHOICE)
+    ALL_ATTENTION_FUNCTIONS.register("sdpa", theirs)
+    try:
+        (reason,) = unkernelize(model).not_undone
+        assert reason.text == "the entry 'sdpa' (sdpa_attention_forward) was replaced by somebody else"
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is theirs
+    finally:
+        ALL_ATTENTION_FUNCTIONS.register("sdpa", sdpa_attention_forward)
+
+
+def test_both_places_of_the_registry_are_changed_and_undone() -> None:
+    """An entry of this process's own goes before the one that all share."""
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        return sdpa_attention_forward(*args, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = own
+    try:
+        model = kernelize(presets.build("llama", attn_implementation="sdpa"), CHOICE)
+        model(**presets.inputs(model))
+        assert report(model).row("sdpa").calls == 2
+        assert unkernelize(model).not_undone == ()
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is own
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["sdpa"]
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
 
 

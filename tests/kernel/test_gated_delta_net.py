@@ -103,9 +103,10 @@ def linear_model() -> Any:
 
 def second_document(model: Any, first: torch.Tensor) -> torch.Tensor:
     """The hidden states of a document of eight tokens behind another one."""
-    ids = torch.cat((first, torch.arange(10, 18)))[None]
-    bounds = torch.tensor([0, len(first), ids.shape[1]], dtype=torch.int32)
-    positions = torch.cat((torch.arange(len(first)), torch.arange(8)))[None]
+    device = next(model.parameters()).device
+    ids = torch.cat((first, torch.arange(10, 18)))[None].to(device)
+    bounds = torch.tensor([0, len(first), ids.shape[1]], dtype=torch.int32, device=device)
+    positions = torch.cat((torch.arange(len(first)), torch.arange(8)))[None].to(device)
     options = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "position_ids": positions, "use_cache": False}
     return model.model(input_ids=ids, **options).last_hidden_state[0, len(first) :]
 
@@ -228,6 +229,48 @@ def test_what_is_missing_is_told(package: Path, monkeypatch: pytest.MonkeyPatch)
     assert "is not installed" in str(ask()[1])
     write_package(package, convolutions="elsewhere")
     assert "importing flash-linear-attention raised ModuleNotFoundError: none of" in str(ask()[1])
+
+
+@pytest.mark.parametrize("name", ["torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"])
+@pytest.mark.parametrize("normalised", [True, False])
+def test_what_a_rule_is_asked_reaches_the_library(package: Path, normalised: bool, name: str) -> None:
+    write_package(package)
+    tensors, states, bounds = inputs(9), torch.randn(2, 3, 16, 8), torch.tensor([0, 4, 9])
+    options = {"initial_state": states, "output_final_state": True, "use_qk_l2norm_in_kernel": normalised}
+    found = library.load("fla")[name](*tensors, **options, cu_seqlens=bounds)
+    expected = reference.recurrent(*tensors, states, True, normalised, bounds)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("bounds", [None, torch.tensor([0, 4, 9])])
+def test_a_convolution_by_the_library_keeps_documents_apart(package: Path, bounds: torch.Tensor | None) -> None:
+    write_package(package)
+    x, weight, bias = torch.randn(1, 12, 9), torch.randn(12, 4), torch.randn(12)
+    found = library.load("fla")["causal_conv1d_fn"](x, weight, bias, "silu", cu_seq_lens_q=bounds)
+    torch.testing.assert_close(found, reference.causal_convolution(x, weight, bias, "silu", bounds))
+
+
+def test_a_version_that_lacks_a_parameter_is_told(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes ``**kwargs``: the packed documents would leak without a word."""
+    monkeypatch.setattr(library, "DEVICES", ("cpu",))
+    write_package(package)
+    rules = package / "fla" / "ops" / "gated_delta_rule.py"
+    rules.write_text(rules.read_text().replace("cu_seqlens=None, chunk_size=64)", "chunk_size=64, **kwargs)"))
+    reason = get_op("fla").implementations["fla"].available()[1]
+    assert "chunk_gated_delta_rule has no parameter cu_seqlens: a newer version may" in str(reason)
+
+
+def test_the_librarys_recurrent_rule_is_not_for_training(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_package(package)
+    monkeypatch.setattr(library, "DEVICES", ("cpu",))
+    found, tensors = library.load("fla"), inputs(1)
+    rule = found["torch_recurrent_gated_delta_rule"]
+    assert rule.accepts_call(*tensors) is None
+    tensors[3].requires_grad_()
+    assert rule.accepts_call(*tensors) == "flash-linear-attention's recurrent rule has no gradient"
+    assert found["torch_chunk_gated_delta_rule"].accepts_call(*tensors) is None
+    with torch.no_grad():
+        assert rule.accepts_call(*tensors) is None
 
 
 def test_which_calls_are_for_the_library(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:

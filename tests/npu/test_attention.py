@@ -38,7 +38,7 @@ def query_of(*shape: int) -> torch.Tensor:
     return torch.randn(*shape).to("npu", torch.bfloat16)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("mask", sorted({case.mask for case in CASES}))
 def test_every_kind_of_call(mask: str, dtype: torch.dtype) -> None:
     """Output and gradients, and the position bias's."""

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.profiler import ProfilerActivity, profile
 
 pytest.importorskip("transformers")
 
@@ -167,15 +168,34 @@ def test_what_the_configuration_asks_for_since_is_served_by_the_original() -> No
     unkernelize(model)
 
 
-def test_a_shared_expert_is_added() -> None:
+def addcmuls(run: Any) -> int:
+    """How often torch_npu's ``addcmul`` is called meanwhile."""
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        run()
+    return sum(event.count for event in found.key_averages() if event.key == "aten::addcmul")
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_moe"])
+def test_a_shared_expert_is_added_in_one_pass(name: str) -> None:
     """The block calls its children; hooks on the router see it."""
-    model = presets.build("qwen3_next", device="npu", dtype=torch.bfloat16)
+    model = presets.build(name, device="npu", dtype=torch.bfloat16)
     block = next(module for module in model.modules() if type(module).__name__.endswith("SparseMoeBlock"))
     x = torch.randn(2, 3, 64).to("npu", torch.bfloat16)
     seen: list[Any] = []
     block.gate.register_forward_hook(lambda module, args, output: seen.append(output))
     expected = block(x)
+    assert addcmuls(lambda: block(x)) == 0
     kernelize(model)
     torch.testing.assert_close(block(x), expected, rtol=2e-2, atol=2e-2)
-    assert len(seen) == 2
+    assert addcmuls(lambda: block(x)) > 0 and len(seen) == 4
+    unkernelize(model)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_vl_moe"])
+def test_a_block_without_a_shared_expert_has_nothing_to_fuse(name: str) -> None:
+    """A row that says npu is a kernel's; the experts have a row of their own."""
+    model = kernelize(presets.build(name, device="npu", dtype=torch.bfloat16))
+    rows = {row.op: row for row in report(model).rows if row.state != "unused"}
+    assert (rows["moe_block"].state, rows["moe_block"].backend) == ("refused", None)
+    assert "without a shared expert" in rows["moe_block"].why() and rows["moe_experts"].backend == "npu"
     unkernelize(model)

@@ -11,6 +11,7 @@ from twinkle import presets
 from twinkle.commands.verify import ALL, OK, compare_entry
 from twinkle.kernel import DEFAULT_KERNEL_CONFIG, kernelize
 from twinkle.kernel.config import default_chain
+from twinkle.kernel.ops.fla.npu import NO_GRADIENT, NOT_PACKED
 from twinkle.kernel.ops.sdpa_attention.inputs import UNSERVED
 from twinkle.kernel.report import report, short
 from twinkle.kernel.undo import unkernelize
@@ -18,11 +19,13 @@ from twinkle.kernel.undo import unkernelize
 LEFT_TO_THE_ORIGINAL = {
     "rotary": {"torch_npu turns neighbouring channels by one table for the whole batch only"},
     "sdpa_attention": {UNSERVED["softcap"], "values of another width than queries"},
-    "fla": {"torch_npu publishes no gradient of the gated delta rule"},
+    "fla": {NO_GRADIENT, NOT_PACKED},
 }
 """The calls that a kernel doesn't take: tables of DeepSeek-V4's, attention of Gemma 2 and DeepSeek-V3, training."""
 
 IN_FP32 = {"moe_experts": {"torch_npu permutes tokens of bf16 only"}}
+
+NOTHING_TO_FUSE = "without a shared expert a block only calls its router and its experts"
 
 NOT_CALLED = {"deepseek_v3.apply_rotary_pos_emb"}
 """The preset's configuration calls the other of two functions."""
@@ -38,6 +41,10 @@ def test_a_family(name: str, dtype: torch.dtype) -> None:
     model = kernelize(presets.build(name, dtype=dtype, device="npu"))
     model(**presets.inputs(model, device="npu"))
     rows = [row for row in report(model).rows if row.state != "unused" and "npu" in default_chain(str(row.op))]
+    shared = any(name.endswith(".shared_expert") for name, _ in model.named_modules())
+    blocks = [row for row in rows if row.op == "moe_block" and not shared]
+    assert all(row.state == "refused" and row.why() == f"npu: {NOTHING_TO_FUSE}" for row in blocks), blocks
+    rows = [row for row in rows if row not in blocks]
     assert rows and {(row.state, row.backend) for row in rows} == {("installed", "npu")}
     for row in rows:
         left = (LEFT_TO_THE_ORIGINAL | (IN_FP32 if dtype == torch.float32 else {})).get(str(row.op), set())

@@ -54,16 +54,48 @@ def test_it_is_within_the_judgement(state: torch.Tensor | None, normalised: bool
     assert function(*tensors)[1] is None, "no state where none is wanted"
 
 
-def test_packed_documents_are_kept_apart() -> None:
+def test_a_packed_document_doesnt_depend_on_the_one_before() -> None:
+    """Neither by the rule nor by the convolution; the rule alone, whatever was computed before."""
+    bounds = torch.tensor([0, 7, 15], device="npu")
+    one, other = on_npu(15, seed=1), on_npu(15, seed=2)
+    other = [torch.cat((b[:, :7], a[:, 7:]), 1) for a, b in zip(one, other, strict=True)]
+    assert torch.equal(*[rule()(*tensors, cu_seqlens=bounds)[0][:, 7:] for tensors in (one, other)])
     model = linear_model().to("npu", torch.bfloat16)
-    kernelize(model, {"fla": KernelChoice("fla", ("npu", "torch"))})
+    first, second = torch.arange(20, 27), torch.arange(40, 47)
     with torch.no_grad():
-        bounds = torch.tensor([0, 7, 15], device="npu")
-        one, other = on_npu(15, seed=1), on_npu(15, seed=2)
-        other = [torch.cat((b[:, :7], a[:, 7:]), 1) for a, b in zip(one, other, strict=True)]
-        results = [rule()(*tensors, cu_seqlens=bounds)[0][:, 7:] for tensors in (one, other)]
-    assert torch.equal(*results)
+        assert not torch.allclose(second_document(model, first), second_document(model, second)), "or it proves nothing"
+        kernelize(model, OURS)
+        results = [second_document(model, ids) for ids in (first, second, first[:0])]
+    # Experts multiply the tokens of both documents together, which may change the last bits.
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=2e-2, atol=2e-2)
+    row = report(model).row("fla")
+    assert row.calls == 12 and row.fallbacks == {}, "rule and convolution of two layers, three times"
     unkernelize(model)
+
+
+def test_training_on_packed_documents_says_what_the_original_does() -> None:
+    """It drops their bounds; and what to do."""
+    model = linear_model().to("npu", torch.bfloat16)
+    kernelize(model, OURS)
+    second_document(model, torch.arange(20, 27))
+    row = report(model).row("fla")
+    assert row.fallbacks == {f"{npu.NO_GRADIENT}; {npu.SEE_EACH_OTHER}": 2} and row.calls == 2
+    kernelize(model, {"fla": KernelChoice("fla", ("fla", "torch"))})
+    results = [second_document(model, ids) for ids in (torch.arange(20, 27), torch.arange(40, 47))]
+    torch.testing.assert_close(*results, rtol=2e-2, atol=2e-2)
+    unkernelize(model)
+
+
+def test_a_convolution_is_served_where_documents_are_packed() -> None:
+    convolution = npu.load(None, SITE)["causal_conv1d_fn"]
+    x, weight, bounds = (t.to("npu") for t in (torch.randn(1, 12, 9), torch.randn(12, 4), torch.tensor([0, 4, 9])))
+    assert convolution.accepts_call(x, weight, activation="silu") == npu.NOT_PACKED
+    assert convolution.accepts_call(x, weight, activation="silu", cu_seq_lens_q=bounds) is None
+    assert "not on an NPU" in convolution.accepts_call(x.cpu(), weight, activation="silu", cu_seq_lens_q=bounds)
+    parts = [convolution(part, weight, activation="silu") for part in (x[..., :4], x[..., 4:])]
+    found = convolution(x, weight, activation="silu", cu_seq_lens_q=bounds)
+    torch.testing.assert_close(found, torch.cat(parts, -1))
 
 
 @pytest.mark.parametrize("value_first", [True, False])
@@ -98,7 +130,7 @@ def test_calls_that_it_does_not_take() -> None:
     assert "of fp32" in function.accepts_call(*[tensor.double() for tensor in tensors])
     assert function.accepts_call(*[tensor.float() for tensor in tensors]) == "the dtype isn't bf16"
     tensors[2].requires_grad_()
-    assert function.accepts_call(*tensors) == "torch_npu publishes no gradient of the gated delta rule"
+    assert function.accepts_call(*tensors) == npu.NO_GRADIENT
     with torch.no_grad():
         assert function.accepts_call(*tensors) is None
 
@@ -114,9 +146,9 @@ def test_a_model_generates_by_it_and_trains_by_the_original(name: str) -> None:
     assert (row.state, row.backend, row.instances) == ("installed", "npu", 1)
     with torch.no_grad():
         assert (model(**given).logits - expected).norm() <= 0.1 * expected.norm()
-    assert (row.calls, row.fallbacks) == (1, {})
+    assert (row.calls, row.fallbacks) == (1, {npu.NOT_PACKED: 1})
     presets.loss(model(**given)).backward()
-    assert row.calls == 1 and row.fallbacks == {"torch_npu publishes no gradient of the gated delta rule": 1}
+    assert row.calls == 1 and row.fallbacks == {npu.NO_GRADIENT: 1, npu.NOT_PACKED: 2}
     unkernelize(model)
 
 

@@ -22,6 +22,8 @@ MASKS = (
     "additive",
     "graded",
     "sliding",
+    "one row for all queries",
+    "one for all texts",
     "rows without keys",
     "bias",
     "bias and mask",
@@ -82,6 +84,10 @@ def call(case: Case, dtype: torch.dtype, device: str, seed: int = 0) -> tuple[tu
         kept = ((torch.arange(keys) <= at) & (torch.arange(keys) > at - 3)).expand(BATCH, 1, length, keys).clone()
     if case.mask == "rows without keys":
         kept[0, :, 0] = False
+    if case.mask == "one row for all queries":  # padding, as of a layer that looks both ways
+        kept = kept[:, :, -1:]
+    if case.mask == "one for all texts":
+        kept = kept[:1]
     mask: torch.Tensor | None = kept.to(device)
     lowest = torch.finfo(dtype).min
     if case.mask in ("none", "bias"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 RULES = """
+import torch
+
 from twinkle.kernel.ops.fla import reference
 
 def chunk_gated_delta_rule(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
@@ -16,6 +18,7 @@ def chunk_gated_delta_rule(q, k, v, g, beta, scale=None, initial_state=None, out
 def fused_recurrent_gated_delta_rule(q, k, v, g=None, beta=None, scale=None, initial_state=None,
                                      output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=None):
     {body}
+    assert not (torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, g, beta))), "it has no backward"
     return reference.recurrent(q, k, v, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
 """
 

@@ -157,7 +157,11 @@ class Patch:
 
     @property
     def where(self) -> str:
-        return f"{getattr(self.owner, '__name__', type(self.owner).__name__)}.{self.name}"
+        owner = self.owner
+        if isinstance(owner, MutableMapping):  # has no name: that of what was there says which one it is
+            was = getattr(self.original, "__qualname__", type(self.original).__qualname__)
+            return f"the entry {self.name!r} ({was})"
+        return f"{getattr(owner, '__name__', type(owner).__name__)}.{self.name}"
 
     @property
     def claimed(self) -> bool:

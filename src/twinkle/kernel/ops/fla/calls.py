@@ -36,18 +36,20 @@ def functions(
     convolution: Convolution | None,
     rule_reason: Callable[..., str | None],
     convolution_reason: Callable[..., str | None],
+    recurrent_reason: Callable[..., str | None] | None = None,
 ) -> dict[str, Callable[..., Any]]:
     """The functions of a backend under the names in modeling files, for those that it has.
 
     Args:
         rule_reason: why a rule's call isn't served, of its tensors and its bounds.
         convolution_reason: the same of the convolution's input, weight, bias, activation and bounds.
+        recurrent_reason: of the recurrent rule, where it isn't that of both.
     """
     found: dict[str, Callable[..., Any]] = {}
     if chunk is not None:
         found[CHUNK] = _rule(chunk, rule_reason)
     if recurrent is not None:
-        found[RECURRENT] = _rule(recurrent, rule_reason)
+        found[RECURRENT] = _rule(recurrent, recurrent_reason or rule_reason)
     if convolution is not None:
         found[CONVOLUTION] = _convolution(convolution, convolution_reason)
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -56,15 +57,33 @@ def _way_out() -> str | None:
     )
 
 
+_RULE = ("g", "beta", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens")
+_CONVOLUTION = ("x", "weight", "bias", "activation", "cu_seqlens")
+"""What the functions are given by name."""
+
+
 def _functions() -> tuple[Any, Any, Any]:
+    """Both rules and the convolution.
+
+    Raises:
+        ImportError: the installed version has them elsewhere, or with other parameters; its ``**kwargs`` would swallow
+            what it doesn't know.
+    """
     rules = importlib.import_module(RULES)
     for name in CONVOLUTIONS:
         try:
             convolutions = importlib.import_module(name)
         except ModuleNotFoundError:
             continue
-        return rules.chunk_gated_delta_rule, rules.fused_recurrent_gated_delta_rule, convolutions.causal_conv1d
-    raise ModuleNotFoundError(f"none of {', '.join(CONVOLUTIONS)}")
+        break
+    else:
+        raise ModuleNotFoundError(f"none of {', '.join(CONVOLUTIONS)}")
+    found = rules.chunk_gated_delta_rule, rules.fused_recurrent_gated_delta_rule, convolutions.causal_conv1d
+    for function, wanted in zip(found, (_RULE, _RULE, _CONVOLUTION), strict=True):
+        lacks = [one for one in wanted if one not in inspect.signature(function).parameters]
+        if lacks:
+            raise ImportError(f"{function.__name__} has no parameter {', '.join(lacks)}: a newer version may")
+    return found
 
 
 def accepts(site: Site) -> Reason | None:
@@ -107,7 +126,7 @@ def load(target: Any) -> dict[str, Callable[..., Any]]:
         out, _ = convolve(x=x, weight=weight, bias=bias, activation=activation, cu_seqlens=bounds)
         return out.transpose(1, 2)
 
-    return functions(rule(chunk), rule(fused_recurrent), convolution, _reason, _reason)
+    return functions(rule(chunk), rule(fused_recurrent), convolution, _reason, _reason, _recurrent_reason)
 
 
 def _reason(*tensors: torch.Tensor | None) -> str | None:
@@ -119,3 +138,10 @@ def _reason(*tensors: torch.Tensor | None) -> str | None:
     if first.dtype not in DTYPES:
         return "the dtype is none of bf16, fp16, fp32"
     return None
+
+
+def _recurrent_reason(*tensors: torch.Tensor | None) -> str | None:
+    """The same of the recurrent rule, whose backward the library leaves out."""
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        return "flash-linear-attention's recurrent rule has no gradient"
+    return _reason(*tensors)

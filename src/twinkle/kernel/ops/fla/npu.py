@@ -3,6 +3,8 @@
 The wheel publishes no backward for it, so a training step is flash-linear-attention's (the backend ``fla``, which comes
 first) or the original's. Nor does it publish the layout: documents one after the other, as ``actual_seq_lengths``
 suggests, and either order of a state's dimensions are tried on a small input, and another result is no kernel.
+
+The convolution before the rule is PyTorch's on packed documents, which transformers' own lets see each other.
 """
 
 from __future__ import annotations
@@ -16,13 +18,19 @@ import torch
 from twinkle.kernel.ops import npu_support
 from twinkle.kernel.ops.fla.calls import functions
 from twinkle.kernel.ops.fla.library import switched_off
-from twinkle.kernel.ops.fla.reference import recurrent, unit
+from twinkle.kernel.ops.fla.reference import causal_convolution, recurrent, unit
 from twinkle.kernel.ops.npu_support import call_reason, device_reason, npu_function
 from twinkle.kernel.probe import random_tensor
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
     from twinkle.kernel.targets import Site
+
+NO_GRADIENT = "torch_npu publishes no gradient of the gated delta rule"
+SEE_EACH_OTHER = (
+    "and by transformers' own the packed documents see each other: map 'fla' to KernelChoice('fla', ('fla', 'torch'))"
+)
+NOT_PACKED = "nothing is packed: transformers' convolution computes the same"
 
 _OPTIONS = ("beta", "initial_state", "actual_seq_lengths", "scale", "g")
 available = functools.partial(npu_support.available, {"npu_chunk_gated_delta_rule": _OPTIONS})
@@ -96,17 +104,24 @@ def accepts(site: Site) -> Reason | None:
 
 
 def load(target: Any, site: Site) -> dict[str, Callable[..., Any]]:
-    """The chunked rule alone: its convolution and its recurrent rule write states in place, and stay transformers'."""
+    """The chunked rule, and the convolution of packed documents; torch_npu's own convolution and recurrent rule write
+    states in place."""
     rule = functools.partial(chunked, value_first=state_has_value_first(site.device))
-    return functions(rule, None, None, _refusal, _refusal)
+    return functions(rule, None, causal_convolution, _refusal, _convolution_refusal)
+
+
+def _convolution_refusal(x: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor | None) -> str | None:
+    """Why a convolution's call isn't served."""
+    bias, bounds = others
+    return NOT_PACKED if bounds is None else call_reason(x, weight, bias, one_dtype=False)
 
 
 def _refusal(query: torch.Tensor, *others: torch.Tensor | None) -> str | None:
     """Why a rule's call isn't served."""
-    key, value, g, beta, state, _ = others
+    key, value, g, beta, state, bounds = others
     reason = call_reason(query, key, value) or call_reason(query, g, beta, state, one_dtype=False)
     if reason is not None:
         return reason
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (query, key, value, g, beta)):
-        return "torch_npu publishes no gradient of the gated delta rule"
+        return NO_GRADIENT if bounds is None else f"{NO_GRADIENT}; {SEE_EACH_OTHER}"
     return None if query.dtype == torch.bfloat16 else "the dtype isn't bf16"

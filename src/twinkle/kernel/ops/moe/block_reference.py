@@ -27,6 +27,13 @@ class MoeBlockVariant:
     shared: bool
 
 
+def nothing_to_fuse(variant: MoeBlockVariant) -> Reason | None:
+    """Why a block is not for a kernel: it only calls its router and experts, which have entries of their own."""
+    if variant.shared:
+        return None
+    return Reason("nothing-to-fuse", "without a shared expert a block only calls its router and its experts")
+
+
 def moe_block(module: Any, hidden_states: torch.Tensor, shared: bool) -> torch.Tensor:
     """Router, experts and shared expert of a block.
 

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from twinkle.kernel.ops import npu_support
 from twinkle.kernel.ops.derived import layer
 from twinkle.kernel.ops.glu.npu import SwiGLU
-from twinkle.kernel.ops.moe.block_reference import MoeBlockVariant
+from twinkle.kernel.ops.moe.block_reference import nothing_to_fuse
 from twinkle.kernel.ops.moe.calls import call_reason as experts_call_reason
 from twinkle.kernel.ops.moe.experts_reference import (
     Gate,
@@ -208,27 +208,23 @@ def _refusal(x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, stacks
 
 
 def accepts_block(site: Site) -> Reason | None:
-    """Every block, on an NPU."""
-    return device_reason(site)
+    """Blocks with a shared expert, on an NPU."""
+    return nothing_to_fuse(site.variant) or device_reason(site)
 
 
 def load_block(target: Any, site: Site) -> type[nn.Module]:
-    """The layer class of a block: its children are called, and a shared expert is added in one pass.
+    """The layer class of a block: its children are called, and torch_npu's ``addcmul`` joins them in one pass.
 
     The router has to be called as a module, since adapters and the auxiliary loss hang on it, so torch_npu's fused
-    choice of experts can't take its place; without a shared expert nothing but the experts is faster, which have an
-    entry of their own.
+    choice of experts can't take its place.
     """
-    variant: MoeBlockVariant = site.variant
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         _, weights, index = self.gate(tokens)
-        result = self.experts(tokens, index, weights)
-        if variant.shared:
-            share, shared = torch.sigmoid(self.shared_expert_gate(tokens)), self.shared_expert(tokens)
-            result = torch.addcmul(result, share, shared)
-        return result.reshape(hidden_states.shape)
+        routed = self.experts(tokens, index, weights)
+        share, shared = torch.sigmoid(self.shared_expert_gate(tokens)), self.shared_expert(tokens)
+        return torch.addcmul(routed, share, shared).reshape(hidden_states.shape)
 
     def accepts_call(self: Any, hidden_states: torch.Tensor) -> str | None:
         return call_reason(hidden_states)

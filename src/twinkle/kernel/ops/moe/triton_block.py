@@ -16,14 +16,14 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from twinkle.kernel.ops.derived import layer
+from twinkle.kernel.ops.moe.block_reference import nothing_to_fuse
 from twinkle.kernel.ops.triton_support import call_reason, device_reason, gradients_with_graph
 from twinkle.memory import Memory
-from twinkle.reasons import Reason
 from twinkle.triton_programs import Launch, Program
 
 if TYPE_CHECKING:
-    from twinkle.kernel.ops.moe.block_reference import MoeBlockVariant
     from twinkle.kernel.targets import Site
+    from twinkle.reasons import Reason
 
 COLUMNS = 1024
 """Of a row, as many as a program holds at a time."""
@@ -118,10 +118,7 @@ def join(routed: torch.Tensor, gate: torch.Tensor, shared: torch.Tensor) -> torc
 
 def accepts(site: Site) -> Reason | None:
     """Blocks with a shared expert, on a device that Triton runs on."""
-    variant: MoeBlockVariant = site.variant
-    if not variant.shared:
-        return Reason("nothing-to-fuse", "without a shared expert a block only calls its router and its experts")
-    return device_reason(site)
+    return nothing_to_fuse(site.variant) or device_reason(site)
 
 
 def load(target: Any, site: Site) -> type[nn.Module]:

@@ -84,8 +84,8 @@ def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return mask.clamp(min=lowest).to(dtype)
 
 
-def without_empty_rows(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mask with all keys for rows that have none, and ``[..., Sq, 1]``, which rows those are.
+def without_empty_rows(mask: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mask of scores of a dtype with all keys for rows that have none, and ``[..., Sq, 1]``, which rows those are.
 
     In transformers' eager attention such a row is the mean of all values (:func:`mean_of_values`). Fused kernels make
     it zero or NaN; and where it is right, as PyTorch's on a CPU for an additive mask, its gradients are too large by
@@ -95,7 +95,7 @@ def without_empty_rows(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if mask.dtype == torch.bool:
         empty = ~mask.any(-1, keepdim=True)
         return mask | empty, empty
-    empty = mask.amax(-1, keepdim=True) <= torch.finfo(mask.dtype).min / 2
+    empty = mask.amax(-1, keepdim=True) <= torch.finfo(dtype).min / 2
     return mask.masked_fill(empty, 0), empty
 
 
@@ -119,4 +119,6 @@ def call_reason(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | Non
         return "queries and keys of [batch, heads, length, channels] only"
     if mask is not None and mask.dim() != 4:
         return "a mask that doesn't have four dimensions"
+    if mask is not None and not (mask.dtype == torch.bool or mask.is_floating_point()):
+        return "a mask that is neither boolean nor added to the scores"
     return None

@@ -108,7 +108,7 @@ def _attention(given: Inputs, dropout: float, before_scale: bool) -> torch.Tenso
         return _Attention.apply(query, key, value, None, _pattern(query.device), scale, keep, CAUSAL)  # type: ignore[no-any-return]
     if given.mask is None:
         return _Attention.apply(query, key, value, None, None, scale, keep, PLAIN)  # type: ignore[no-any-return]
-    mask, empty = without_empty_rows(given.mask)
+    mask, empty = without_empty_rows(given.mask, query.dtype)
     bias = masked = None
     if mask.dtype == torch.bool:
         masked = (~mask).expand(query.shape[0], mask.shape[1], query.shape[2], key.shape[2]).contiguous()

@@ -1,7 +1,8 @@
-"""The ``torch`` backend of ``sdpa_attention``: ``F.scaled_dot_product_attention``, by transformers' rules.
+"""The ``torch`` backend of ``sdpa_attention``: PyTorch's fused functions, by transformers' rules.
 
-Unlike transformers' own function it adds a graded mask as it is on an Ascend NPU too, where theirs makes it boolean,
-and a row without any key is the mean of all values, as in eager attention.
+``F.scaled_dot_product_attention``, or flex attention where that was measured faster. Unlike transformers' own function
+it adds a graded mask as it is on an Ascend NPU too, where theirs makes it boolean, and a row without any key is the
+mean of all values, as in eager attention.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from twinkle.kernel.ops.sdpa_attention.inputs import (
+    Inputs,
     additive,
     call_reason,
     inputs_of,
@@ -25,8 +27,36 @@ WIDEST = 256
 """Up to this many channels the fused kernels of PyTorch share heads of keys themselves."""
 
 
+def fused(given: Inputs, dropout: float) -> torch.Tensor:
+    """``[B, N, Sq, Dv]`` by ``F.scaled_dot_product_attention``."""
+    query, key, value, groups = given.query, given.key, given.value, given.groups
+    mask, empty = (None, None) if given.mask is None else without_empty_rows(given.mask, query.dtype)
+    if mask is not None and mask.dtype != torch.bool:
+        mask = additive(mask, query.dtype)
+    # With a mask PyTorch would take the unfused path for shared heads.
+    shared = groups > 1 and mask is None and key.shape[-1] == value.shape[-1] <= WIDEST
+    if not shared:
+        key, value = repeated(key, groups), repeated(value, groups)
+    out = F.scaled_dot_product_attention(
+        query, key, value, mask, dropout, given.causal, scale=given.scale, enable_gqa=shared
+    )
+    return out if empty is None else torch.where(empty, mean_of_values(given.value, groups), out)
+
+
 def load(target: Any) -> Callable[..., Any]:
     """A function with the signature of transformers'."""
+    from twinkle.kernel.ops.sdpa_attention import flex
+
+    return attention_by(flex.pays)
+
+
+def attention_by(takes_flex: Callable[[Inputs, float], bool]) -> Callable[..., Any]:
+    """The function with the signature of transformers'.
+
+    Args:
+        takes_flex: whether flex attention computes a call, of its inputs and the share that is dropped.
+    """
+    from twinkle.kernel.ops.sdpa_attention import flex
 
     def torch_attention(  # type: ignore[no-untyped-def]
         module,
@@ -41,19 +71,8 @@ def load(target: Any) -> Callable[..., Any]:
         **kwargs,
     ) -> tuple[torch.Tensor, None]:
         given = inputs_of(module, query, key, value, attention_mask, scaling, is_causal, position_bias)
-        key, value, groups = given.key, given.value, given.groups
-        mask, empty = (None, None) if given.mask is None else without_empty_rows(given.mask)
-        if mask is not None and mask.dtype != torch.bool:
-            mask = additive(mask, query.dtype)
-        # With a mask PyTorch would take the unfused path for shared heads.
-        shared = groups > 1 and mask is None and key.shape[-1] == value.shape[-1] <= WIDEST
-        if not shared:
-            key, value = repeated(key, groups), repeated(value, groups)
-        out = F.scaled_dot_product_attention(
-            query, key, value, mask, dropout, given.causal, scale=given.scale, enable_gqa=shared
-        )
-        if empty is not None:
-            out = torch.where(empty, mean_of_values(given.value, groups), out)
+        out = flex.attention(given) if takes_flex(given, dropout) else None
+        out = fused(given, dropout) if out is None else out
         return out.transpose(1, 2).contiguous(), None
 
     def accepts_call(module, query, key, value, attention_mask, *args, **kwargs) -> str | None:  # type: ignore[no-untyped-def]

@@ -1,10 +1,8 @@
-"""``rms_norm``, ``gated_rms_norm``, ``swiglu``, ``geglu``, ``rotary``: what a call may be, and what is made of it."""
+"""``swiglu``, ``geglu`` and ``rotary``: what a call may be, and what is made of it."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,131 +10,20 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
-from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from tests.kernel.test_multimodal_rotary import rotated
+from tests.support.npu_inputs import site, tensor
 from twinkle import presets
-from twinkle.kernel import KernelChoice, kernelize
+from twinkle.kernel import kernelize
 from twinkle.kernel.install import kernel_for
-from twinkle.kernel.ops import npu_support
 from twinkle.kernel.ops.glu import npu as glu
-from twinkle.kernel.ops.rms_norm import npu as rms_norm
-from twinkle.kernel.ops.rms_norm.gated_reference import GatedRMSNormVariant
-from twinkle.kernel.ops.rms_norm.reference import RMSNormVariant
+from twinkle.kernel.ops.glu.reference import ACTIVATIONS
 from twinkle.kernel.ops.rotary import multimodal_reference, reference
 from twinkle.kernel.ops.rotary import npu as rotary
 from twinkle.kernel.report import report
 from twinkle.kernel.targets import Site, Target
 from twinkle.kernel.undo import unkernelize
 from twinkle.kernel.verify import allowed_error_used, check_site
-
-
-def site(variant: Any, module: Any = None, original: Any = None) -> Site:
-    device = torch.device("npu")
-    return Site(module, "here", type(module), "forward", original, device, torch.bfloat16, variant)
-
-
-def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.randn(*shape).to("npu", dtype)
-
-
-# --- norms ------------------------------------------------------------------------------------------------------------
-
-LLAMA = RMSNormVariant(0.0, "before", "weight", "variance_epsilon")
-
-
-@pytest.mark.parametrize(
-    ("x", "weight", "words"),
-    [
-        (tensor(2, 3, 8), tensor(8), None),
-        (tensor(2, 3, 8), tensor(8, dtype=torch.float32), "different dtypes"),
-        (tensor(2, 3, 8, dtype=torch.float64), tensor(8, dtype=torch.float64), "none of fp32, bf16, fp16"),
-        (torch.randn(2, 8), torch.randn(8), "not on an NPU"),
-        (tensor(2, 8), torch.randn(8).bfloat16(), "on different devices"),
-        (tensor(8), tensor(8), "2 to 8 dimensions"),
-        (tensor(2, 16), tensor(8), "isn't as wide"),
-        (tensor(0, 8), tensor(8), "empty"),
-    ],
-)
-def test_calls_of_a_norm(x: torch.Tensor, weight: torch.Tensor, words: str | None) -> None:
-    norm = LlamaRMSNorm(8)
-    norm.weight = torch.nn.Parameter(weight)
-    reason = rms_norm.load(None, site(LLAMA, norm)).accepts_call(norm, x)
-    assert reason is None if words is None else words in reason
-
-
-def test_a_tensor_subclass_and_a_compiler_are_left_to_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Own(torch.Tensor):
-        pass
-
-    norm = LlamaRMSNorm(8).to("npu", torch.bfloat16)
-    layer = rms_norm.load(None, site(LLAMA, norm))
-    assert layer.accepts_call(norm, tensor(2, 8).as_subclass(Own)) == "a tensor subclass"
-    model = presets.build("llama", device="npu")
-    expected = model(**presets.inputs(model, device="npu")).logits
-    kernelize(model)
-    torch._dynamo.reset()
-    found = torch.compile(model, backend="eager")(**presets.inputs(model, device="npu")).logits
-    assert torch.equal(found, expected), "the original's very operators"
-    unkernelize(model)
-    monkeypatch.setattr(npu_support, "is_compiling", lambda: True)  # while Dynamo traces, no line of Python runs
-    assert "inside a compiler" in layer.accepts_call(norm, tensor(2, 8))
-
-
-@pytest.mark.parametrize("gate", [None, 8, 4])
-def test_calls_of_a_gated_norm(gate: int | None) -> None:
-    norm = Qwen3NextRMSNormGated(8).to("npu", torch.bfloat16)
-    layer = rms_norm.load_gated(None, site(GatedRMSNormVariant("weight", "variance_epsilon"), norm))
-    x, given = tensor(3, 8), None if gate is None else tensor(3, gate)
-    assert layer.accepts_call(norm, x, given) == ("the gate's shape is not the input's" if gate == 4 else None)
-    if gate is None:
-        expected = LlamaRMSNorm.forward(norm, x)
-        assert allowed_error_used(layer.forward(norm, x), expected, expected.double()) <= 1
-
-
-@pytest.mark.parametrize(
-    "norm", [LlamaRMSNorm(64), GemmaRMSNorm(64), Gemma4RMSNorm(64), Gemma4RMSNorm(64, with_scale=False)]
-)
-def test_the_switch_makes_norms_compute_in_fp32(
-    norm: Any, monkeypatch: pytest.MonkeyPatch, called: Counter[str]
-) -> None:
-    """Read at each call; closer to the truth, in the input's dtype still; and "0", "false", "off" are off."""
-    model = torch.nn.Sequential(norm).to("npu", torch.bfloat16)
-    if hasattr(norm, "weight"):
-        norm.weight.data += 0.02 * torch.randn(64).to(norm.weight)
-    x = tensor(50, 64).requires_grad_()
-    exact = copy.deepcopy(norm).double()(x.double())
-    kernelize(model, {type(norm): KernelChoice("rms_norm", ("npu",))}, strict=True, device="npu")
-    results = {}
-    for value in ("1", "true", "ON", "0", "False", "off", ""):
-        monkeypatch.setenv(rms_norm.IN_FP32, value)
-        results[value] = model(x)
-    monkeypatch.delenv(rms_norm.IN_FP32)
-    plain = model(x)
-    assert plain.dtype == torch.bfloat16
-    assert all(torch.equal(results[value], plain) for value in ("0", "False", "off", ""))
-    ulp = torch.finfo(torch.bfloat16).eps
-    for value in ("1", "true", "ON"):
-        assert ((results[value] - exact).abs() <= 0.51 * ulp * exact.abs()).all(), "rounded once"
-    results["1"].sum().backward()
-    assert x.grad is not None and called["npu_rms_norm_backward"] == 1
-    unkernelize(model)
-
-
-def test_a_small_weight_beside_one_is_not_lost(called: Counter[str]) -> None:
-    """1 + w in bf16 loses what is below 2**-8."""
-    norm = GemmaRMSNorm(64).to("npu", torch.bfloat16)
-    norm.weight.data.copy_(torch.linspace(-0.003, 0.003, 64))
-    x = tensor(50, 64)
-    exact = copy.deepcopy(norm).double()(x.double())
-    model = kernelize(torch.nn.Sequential(norm), {GemmaRMSNorm: KernelChoice("rms_norm", ("npu",))}, strict=True)
-    assert ((model(x) - exact).abs() <= 0.51 * torch.finfo(torch.bfloat16).eps * exact.abs()).all()
-    assert called["npu_gemma_rms_norm"] == 1
-    unkernelize(model)
-
 
 # --- gated MLPs -------------------------------------------------------------------------------------------------------
 
@@ -153,6 +40,30 @@ def test_frozen_norms_and_odd_projections(name: str) -> None:
         mlp.up_proj.register_forward_hook(lambda module, args, output: output.double())
     mlp.down_proj.register_forward_pre_hook(lambda module, args: (args[0].bfloat16(),))
     x = tensor(2, 3, 64)
+    expected = type(mlp).__mro__[1].forward(mlp, x)
+    assert torch.equal(mlp(x), expected)
+    unkernelize(model)
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_a_product_and_its_gradient(activation: str, layout: str) -> None:
+    """In fp32, where the two GELUs differ by more than rounding."""
+    x = tensor(6, 5, 16, dtype=torch.float32)
+    x = x.transpose(0, 1) if layout == "columns" else x
+    results = []
+    for function in (glu.product_of(activation, x.device), lambda x: ACTIVATIONS[activation](x[..., :8]) * x[..., 8:]):
+        leaf = x.detach().requires_grad_()
+        out = function(leaf)
+        grad = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out)
+        results.append((out, *torch.autograd.grad(out, leaf, grad)))
+    torch.testing.assert_close(*results)
+
+
+def test_a_gate_that_spreads_over_what_goes_up() -> None:
+    model = kernelize(presets.build("llama", device="npu"))
+    mlp, x = model.model.layers[0].mlp, tensor(2, 3, 64, dtype=torch.float32)
+    mlp.gate_proj.register_forward_hook(lambda module, args, output: output[..., :1])
     expected = type(mlp).__mro__[1].forward(mlp, x)
     assert torch.equal(mlp(x), expected)
     unkernelize(model)
@@ -253,6 +164,21 @@ def test_every_dialect_is_within_the_judgement_both_ways(dialect: Any) -> None:
         results.append([*outputs, *torch.autograd.grad(outputs, (q, k), grads)])
     for ours, theirs, right in zip(*results, strict=True):
         assert allowed_error_used(ours, theirs, right) <= 1
+
+
+@pytest.mark.parametrize("dialect", reference.DIALECTS)
+def test_in_what_a_dialect_rotates(dialect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the simulation the result is rounded once anyway; so what the function is given is looked at."""
+    import torch_npu
+
+    published, given = torch_npu.npu_rotary_mul, []
+    monkeypatch.setattr(
+        torch_npu, "npu_rotary_mul", lambda *args, **options: given.append(args[0].dtype) or published(*args, **options)
+    )
+    width = 4 if dialect.table == "half_width" else 8
+    variant = reference.RotaryVariant(dialect, True, PLAIN.parameters)
+    rotary.load(None, site(variant))(tensor(2, 4, 5, 16), tensor(2, 2, 5, 16), *[tensor(1, 5, width)] * 2)
+    assert given == [torch.float32 if dialect.compute == "fp32" else torch.bfloat16] * 2
 
 
 def test_the_gradient_of_a_rotation_can_be_differentiated() -> None:
