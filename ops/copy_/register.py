@@ -26,14 +26,10 @@ def _kind(self, src, _):
     return "cast" if found == "contiguous" and self.dtype != src.dtype else found
 
 
-def _sample(movement, elements, device, dtype):
+def _sample(movement, elements, device, dtype, cast=False):
     sizes, to_strides, strides = MOVEMENTS[movement](elements)
-    return laid_out(sizes, to_strides, dtype, device), laid_out(sizes, strides, dtype, device), False
-
-
-def _cast(elements, device, dtype):
-    to, source, _ = _sample("contiguous", elements, device, dtype)
-    return to, source.to(torch.float32 if dtype is not torch.float32 else torch.bfloat16), False
+    other = torch.float32 if dtype is not torch.float32 else torch.bfloat16
+    return laid_out(sizes, to_strides, dtype, device), laid_out(sizes, strides, other if cast else dtype, device), False
 
 
 SPEC = OperatorSpec(
@@ -83,7 +79,7 @@ SPEC = OperatorSpec(
         kind=_kind,
         samples={
             **{name: functools.partial(_sample, name) for name in MOVEMENTS},
-            "cast": _cast,
+            "cast": functools.partial(_sample, "contiguous", cast=True),
         },
     ),
     gradient=overwrite,

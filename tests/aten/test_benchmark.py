@@ -111,8 +111,8 @@ def test_what_holds_while_a_call_is_timed_is_not_timed() -> None:
     samples = clocks.interleaved(calls, clock, rounds=3, seconds=0, warm_up=1, within={"a": slow})
     assert max(samples["a"]) < 5
     text = " ".join(order)
-    assert text.count("in a a out") == 4 and "in a out" not in text, (
-        "a warm-up and how long it takes; three rounds, each with a call before the one that counts"
+    assert text.split(" b")[0] == "in a a out" and text.count("in" + 11 * " a" + " out") == 3, (
+        "a warm-up and how long it takes; three rounds, each with ten calls before the one that counts"
     )
 
 
@@ -173,6 +173,7 @@ def timed(size: int, who: str, us: float, host_us: float | None = None) -> Resul
         ([(9, 8), (9, 10), (9, 10)], 16),
         ([(9, 10), (9, 10), (9, 10)], 4),
         ([(9, 10), (9, 10), (9, 9)], None),
+        ([(9, 10), (9, 10), (96, 100)], None),  # so little may be lost in another dtype
         ([], None),
     ],
 )

@@ -91,6 +91,7 @@ def test_kinds_of_copies() -> None:
     assert movement((1, 8), (8, 1), (0, 1), 4) == "contiguous", "a dimension of one element is none"
     assert movement((40, 50), (50, 1), (1, 40), 8) == "transposed"
     assert movement((40, 50), (50, 1), (1, 40), 16) == "few together", "a pair each"
+    assert movement((40, 50), (50, 1), (1, 0), 16) == "few together", "a pair each, over and over"
 
 
 # --- who has routes ---------------------------------------------------------------------------------------------------

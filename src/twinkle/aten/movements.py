@@ -21,10 +21,10 @@ def movement(
 ) -> str:
     """One of :data:`MOVEMENTS`, for elements of so many bytes."""
     plan = plan_of(sizes, to_strides, source_strides, itemsize)
-    if 0 in plan.source_strides:
-        return "broadcast"
     if plan.few > 1:
         return "few together"
+    if 0 in plan.source_strides:
+        return "broadcast"
     if min(plan.source_strides) < plan.source_strides[0]:
         return "transposed"
     if plan.to_strides[0] > 1 or plan.source_strides[0] > 1:

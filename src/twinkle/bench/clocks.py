@@ -131,8 +131,8 @@ def interleaved(
         rounds: at most that many, at least three.
         seconds: no further round is started after that.
         warm_up: how often each is called before.
-        within: what holds while somebody is called, entered and left for each sample, outside its time. A call of its
-            own comes before the sample: what the first one in there costs is no part of it.
+        within: what holds while somebody is called, entered and left for each sample, outside its time. Calls of its
+            own come before the sample, a few if they are short: what the first ones in there cost is no part of it.
 
     Returns:
         who -> milliseconds, one per round.
@@ -156,12 +156,21 @@ def interleaved(
         for who in order:
             with around[who]():
                 if within and who in within:
-                    calls[who]()
+                    _warm_up(calls[who])
                 pending.append((who, clock.start(calls[who], repeats[who])))
         clock.wait()
         for who, read in pending:
             samples[who].append(read())
     return samples
+
+
+def _warm_up(call: Call, most: int = 10, seconds: float = 5e-4) -> None:
+    """Calls it once or, until the time is over, more often: Python's own shortcuts take some calls."""
+    begin = time.perf_counter()
+    for _ in range(most):
+        call()
+        if time.perf_counter() - begin > seconds:
+            return
 
 
 def ceilings(device: torch.device, quick: bool = False) -> dict[str, float]:

@@ -133,8 +133,13 @@ def points(results: Iterable[Result]) -> list[Point]:
     return found
 
 
+GAIN = 1.05
+"""What is won by less in one dtype may be lost in another."""
+
+
 def tables(results: list[Result]) -> dict[str, dict[str, int | None]]:
-    """Operator -> kind -> the bytes from which on ours was faster, at every size that was measured; None for never."""
+    """Operator -> kind -> the bytes from which on ours was faster by the factor of :data:`GAIN`, beyond the noise, at
+    every size that was measured; None for never."""
     times: dict[tuple[str, str], dict[int, dict[bool, Result]]] = {}
     for row in results:
         _, operator, kind = row.case.split("/")
@@ -144,7 +149,7 @@ def tables(results: list[Result]) -> dict[str, dict[str, int | None]]:
         least = None
         for size in sorted(by_size, reverse=True):
             pair = by_size[size]
-            if len(pair) < 2 or not _us(pair[False], "p80") < _us(pair[True], "p20"):
+            if len(pair) < 2 or not _us(pair[False], "p80") * GAIN < _us(pair[True], "p20"):
                 break
             least = size
         found.setdefault(operator, {})[kind] = least
