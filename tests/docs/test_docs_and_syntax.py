@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.markdown import ROOT, links
 from twinkle.aten import catalog, profiles
 from twinkle.aten.harness.cases import cases
 
-ROOT = Path(__file__).parents[2]
-FOREIGN = {".git", ".venv", ".venv-vllm", "build", "dist", "out", "site", "htmlcov"}
+FOREIGN = {".git", ".venv", ".venv-vllm", ".venv-docs", "build", "dist", "out", "site", "htmlcov"}
 """Folders at the top that hold what was made or fetched."""
 
 
@@ -26,14 +26,6 @@ def files(*suffixes: str) -> list[Path]:
     return sorted(
         p for p in found if p.parts[0] not in FOREIGN and not any(part.endswith("_cache") for part in p.parts)
     )
-
-
-LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|<img[^>]*src=\"([^\"]+)\"|!\[[^\]]*\]\(([^)\s]+)\)")
-
-
-def links(text: str) -> list[str]:
-    prose = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
-    return [next(filter(None, found)) for found in LINK.findall(prose)]
 
 
 @cache
