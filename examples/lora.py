@@ -1,4 +1,4 @@
-"""LoRA in a plain loop: adapters and kernels, in any order. python examples/lora.py"""
+"""LoRA in a plain loop: adapters and kernels, in any order. Needs peft (pip install peft). python examples/lora.py"""
 
 from __future__ import annotations
 
