@@ -190,7 +190,8 @@ docs-and-syntax: $(TEST_STAMP)
 	@$(PYTEST) tests/docs/test_docs_and_syntax.py
 
 docs: $(DOCS_STAMP)
-	@NO_MKDOCS_2_WARNING=1 $(DOCS_PY) -m mkdocs --quiet build --clean
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_PY) -m mkdocs build --clean > $(DOCS_VENV)/build.log 2>&1 || { \
+	    grep -v '^INFO' $(DOCS_VENV)/build.log >&2; exit 1; }
 	@echo "site/index.html, site/zh/index.html"
 
 test-vllm: $(VLLM_STAMP)

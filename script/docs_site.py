@@ -58,12 +58,14 @@ def uri_of(path: str) -> str:
     return f"{HOME}/{path}" if path.endswith(".md") else f"{HOME}/{path}.md"
 
 
-def rewritten(text: str, page: str, uri: str) -> str:
+def rewritten(text: str, page: str, uri: str, language: str) -> str:
     """The text of a file with its links as the site has them.
 
     Args:
         page: path of the file, in the repository.
         uri: where it is in the site's sources.
+        language: of the site. A file of the repository names English pages; where there is another page in the place of
+            one, its headings have other names.
     """
 
     def link(match: re.Match[str]) -> str:
@@ -71,7 +73,8 @@ def rewritten(text: str, page: str, uri: str) -> str:
         if path is None:
             return match[0]
         to = posixpath.relpath(uri_of(path), posixpath.dirname(uri) or ".")
-        return f"{match['before']}{to}{match['after']}"
+        translated = uri.startswith(f"{HOME}/") and uri_of(path).startswith("en/") and language != "en"
+        return f"{match['before']}{to}{')' if translated else match['after']}"
 
     return LINK.sub(link, text)
 
@@ -144,14 +147,14 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Links as the site has them; in the place of ``<!-- included: FILE -->`` the file."""
-    uri = page.file.src_uri
+    uri, language = page.file.src_uri, config.plugins["i18n"].current_language
     if not uri.startswith(f"{HOME}/"):
         markdown, source = included(markdown)
-        return rewritten(markdown, source or f"docs/{uri}", uri)
+        return rewritten(markdown, source or f"docs/{uri}", uri, language)
     path = uri.removeprefix(f"{HOME}/")
     if path.endswith("/index.md") and (ROOT / path).parent.is_dir() and not (ROOT / path).exists():
-        return rewritten(markdown, path, uri)
-    return rewritten(markdown, path, uri) if (ROOT / path).exists() else markdown
+        return rewritten(markdown, path, uri, language)
+    return rewritten(markdown, path, uri, language) if (ROOT / path).exists() else markdown
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
