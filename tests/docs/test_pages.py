@@ -101,11 +101,13 @@ def _nothing(tmp_path: Path) -> Iterator[dict[str, Any]]:
 def _trainer(tmp_path: Path) -> Iterator[dict[str, Any]]:
     """What the page about trainers takes for granted."""
     transformers = pytest.importorskip("transformers")
+    state = pytest.importorskip("accelerate.state")
     row = torch.arange(3, 259).repeat(2)[:512] % 250 + 3
     arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path), max_steps=1, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True
     )
     yield {"model": presets.build("qwen3"), "dataset": [{"input_ids": row, "labels": row}] * 8, "arguments": arguments}
+    state.AcceleratorState._reset_state(reset_partial_state=True)  # it is set up once for a whole process
 
 
 @contextlib.contextmanager
@@ -158,7 +160,7 @@ def as_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 PYTHON = [name for name in NAMES if any(block.kind == "python" for block in blocks(text_of("en", name)))]
 
 
-@pytest.mark.usefixtures("as_outside", "own_registry", "own_accelerator")
+@pytest.mark.usefixtures("as_outside", "own_registry")
 @pytest.mark.parametrize("name", PYTHON)
 def test_python_runs_and_prints_what_stands_beside_it(name: str, tmp_path: Path) -> None:
     """In English: the code of the other language is the same."""
