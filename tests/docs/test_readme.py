@@ -110,3 +110,11 @@ def test_the_table_of_backends_is_what_is_registered(name: str) -> None:
         ops, _, backends = (cell.strip() for cell in line.strip("|").split("|"))
         registered = {b for op in re.findall(r"`(\w+)`", ops) for b in get_op(op).implementations}
         assert set(re.findall(r"`(\w+)`", backends)) == registered, line
+
+
+def test_every_op_that_has_a_reference_has_the_backend_inductor() -> None:
+    from twinkle.kernel.registry import ops
+
+    assert [name for name, op in ops().items() if op.reference is None] == ["fla"]
+    texts = [(ROOT / name).read_text(encoding="utf-8") for name in READMES]
+    assert "Each of them but `fla`" in texts[0] and "除 `fla` 外" in texts[1]
