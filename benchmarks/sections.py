@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 
+from benchmarks import op_sections
 from benchmarks.plots import bar_chart, line_chart
 from benchmarks.step import CANDIDATES
 from benchmarks.training import OURS, judged
@@ -350,6 +351,8 @@ def section(name: str) -> Section:
     kind, _, device = name.partition(" ")
     if kind == "chains":
         return chains
+    if kind == "op":
+        return lambda files, text: op_sections.op(files, text, device)
     of_device = {
         "ops": ops,
         "host": host,

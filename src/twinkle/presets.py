@@ -308,7 +308,7 @@ def inputs(
     dtype = config.dtype or torch.float32
     if isinstance(model_or_config, torch.nn.Module):
         dtype = next(p.dtype for p in model_or_config.parameters() if p.is_floating_point())
-    recipe = _RECIPES.get(type(config).__name__, kinds.text)
+    recipe: Callable[..., dict[str, torch.Tensor]] = _RECIPES.get(type(config).__name__, kinds.text)
     with torch.device("cpu"):
         tensors = recipe(config, batch, length, torch.Generator().manual_seed(seed))
     return {key: t.to(device, dtype) if t.is_floating_point() else t.to(device) for key, t in tensors.items()}
@@ -316,8 +316,11 @@ def inputs(
 
 def loss(outputs: Any) -> torch.Tensor:
     """Return a scalar to differentiate: the model's own loss, else the mean square of `last_hidden_state` (float32)."""
-    own = getattr(outputs, "loss", None)
-    return own if own is not None else outputs.last_hidden_state.float().square().mean()
+    own: torch.Tensor | None = getattr(outputs, "loss", None)
+    if own is not None:
+        return own
+    hidden: torch.Tensor = outputs.last_hidden_state
+    return hidden.float().square().mean()
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

@@ -14,6 +14,7 @@ pytest.importorskip("torch")
 from benchmarks import plots, render, sections
 from benchmarks.step import CANDIDATES
 from benchmarks.texts import TEXTS
+from tests.support.markdown import links
 from tests.support.results import row
 from twinkle.bench.results import Result, ResultFile
 
@@ -42,7 +43,8 @@ def test_another_figure_makes_another_page(tmp_path, monkeypatch, capsys):
     first["ms"]["p50"] = 123456.0
     path.write_text(json.dumps(content))
     assert render.main(["--check"]) == 1
-    assert capsys.readouterr().out.splitlines() == [f"stale: docs/{language}/benchmarks.md" for language in TEXTS]
+    stale = [f"stale: docs/{language}/{page}.md" for language in TEXTS for page in ("benchmarks", "ops")]
+    assert capsys.readouterr().out.splitlines() == stale
     assert render.main([]) == 0
     for language in TEXTS:
         assert "123456" in (tmp_path / "docs" / language / "benchmarks.md").read_text(encoding="utf-8")
@@ -66,8 +68,8 @@ def test_both_languages_have_the_same_words():
 @pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)
 def test_links_and_commands_lead_somewhere(page):
     text = page.read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)#]+)\)", text):
-        assert (page.parent / target).exists(), target
+    for target in links(text):
+        assert (page.parent / target.partition("#")[0]).exists(), target
     for program in re.findall(r"python -m benchmarks\.(\w+)", text):
         assert (ROOT / "benchmarks" / f"{program}.py").exists(), program
 

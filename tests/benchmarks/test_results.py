@@ -16,6 +16,7 @@ from tests.support.results import check_schema, row
 from twinkle.bench import clocks, view
 from twinkle.bench.cases import CASES, LARGE
 from twinkle.bench.results import Result, medians, percentiles, read, significant
+from twinkle.document import BarChart
 from twinkle.kernel.ops.torch_support import FASTER
 
 ROOT = Path(__file__).parents[2]
@@ -133,6 +134,20 @@ def test_a_table_marks_the_best_and_the_chosen_and_judges_no_floor():
     (line,) = table.lines
     assert [cell.text for cell in line] == ["llama", "9x9", "float32", "f", "0.500", "1.00", "0.500 (2.00x)", "0.100"]
     assert [(cell.best, cell.chosen) for cell in line[5:]] == [(False, False), (True, True), (False, False)]
+
+
+def test_the_chart_of_an_op_begins_at_the_original():
+    results = [row("hf", 2.0, "mine/a/f"), row("ours", 1.0, "mine/a/f"), row("theirs", 4.0, "mine/a/f")]
+    results += [row("hf", 8.0, "mine/b/f"), row("ours", 1.0, "mine/b/f"), row("hf", 1.0, "yours/a/f")]
+    charts = [part for part in view.parts(results, None) if isinstance(part, BarChart)]
+    assert [(bar.name, bar.text, bar.style) for bar in charts[0].bars] == [
+        ("ours", "4.00x (2.00x .. 8.00x)", ""),
+        ("theirs", "0.50x (0.50x .. 0.50x)", "red"),
+    ]
+    ours, theirs = charts[0].bars
+    assert (round(ours.value, 9), ours.low, ours.high) == (3.0, 1.0, 7.0) and theirs.value == -0.5
+    assert len(charts) == 1, "of an op that only the original was measured of there is nothing to draw"
+    assert not [part for part in view.parts(results, None, quick=True) if isinstance(part, BarChart)]
 
 
 @pytest.mark.parametrize("content", ["", "[1]", '{"schema": 1}', "\x00"])

@@ -49,13 +49,6 @@ def test_the_switches_are_those_of_the_code(language: str) -> None:
     assert set(re.findall(r"^\| `(TWINKLE_\w+)`", page(language), re.MULTILINE)) == {ON_NPU, IN_FP32}
 
 
-def test_the_mapping_on_the_page_is_one() -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", page("en"), re.DOTALL)
-    names: dict[str, object] = {}
-    exec(block, names)
-    assert names["mapping"]
-
-
 def test_the_number_of_kinds_of_calls_is_that_of_the_tests() -> None:
     pytest.importorskip("transformers")
     from tests.support.attention import CASES

@@ -1,39 +1,19 @@
-"""The pages about the ATen level: what they show is run, and their tables are what is measured."""
+"""The pages about the ATen level: their tables are what is measured, and what they name is there."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
-from pathlib import Path
 
 import pytest
 
 from tests.aten.uses import CALLS
+from tests.support.markdown import LANGUAGES, ROOT
+from tests.support.markdown import page as any_page
 from twinkle.aten import routes
-from twinkle.aten.registration import active
-
-DOCS = Path(__file__).parents[2] / "docs"
-LANGUAGES = ("en", "zh")
 
 
 def page(language: str) -> str:
-    return (DOCS / language / "aten.md").read_text(encoding="utf-8")
-
-
-def code(language: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", page(language), re.DOTALL)
-
-
-@pytest.mark.parametrize("language", LANGUAGES)
-def test_the_code_runs_and_prints_what_stands_beside_it(language: str) -> None:
-    names: dict[str, object] = {}
-    for block in code(language):
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile(block, f"aten.md ({language})", "exec"), names)
-        assert printed.getvalue().splitlines() == re.findall(r"print\(.*\)  # (.*)", block)
-    assert active() == []
+    return any_page(language, "aten.md")
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
@@ -45,19 +25,6 @@ def test_the_table_of_compiled_calls_is_what_the_tests_measure(language: str) ->
     assert shown == CALLS
 
 
-def test_both_languages_say_the_same() -> None:
-    english, chinese = (re.sub(r"#.*", "", "".join(code(language))) for language in LANGUAGES)
-    assert english == chinese
-    shapes = [
-        [line.partition(" ")[0] for line in page(language).splitlines() if line[:1] == "#"] for language in LANGUAGES
-    ]
-    assert shapes[0] == shapes[1]
-    links = [re.findall(r"\]\(([^)]+)\)", page(language)) for language in LANGUAGES]
-    assert links[0] == links[1]
-    for link in links[0]:
-        assert (DOCS / "en" / link.partition("#")[0]).exists(), link
-
-
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_the_codes_of_routes_are_explained(language: str) -> None:
     for code in (routes.SMALL, routes.UNMEASURED, f"{routes.SLOWER}-contiguous"):
@@ -66,8 +33,7 @@ def test_the_codes_of_routes_are_explained(language: str) -> None:
 
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_programs_and_files_that_are_named_are_there(language: str) -> None:
-    root = DOCS.parent
     for file in re.findall(r"python ((?:ops|script)/[\w/]+\.py)", page(language)):
-        assert (root / file).is_file(), file
+        assert (ROOT / file).is_file(), file
     for program in re.findall(r"python -m (benchmarks\.\w+)", page(language)):
-        assert (root / f"{program.replace('.', '/')}.py").is_file(), program
+        assert (ROOT / f"{program.replace('.', '/')}.py").is_file(), program

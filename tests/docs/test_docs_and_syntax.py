@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.markdown import ROOT, links
 from twinkle.aten import catalog, profiles
 from twinkle.aten.harness.cases import cases
 
-ROOT = Path(__file__).parents[2]
-FOREIGN = {".git", ".venv", ".venv-vllm", "build", "dist", "out", "site", "htmlcov"}
+FOREIGN = {".git", ".venv", ".venv-vllm", ".venv-docs", "build", "dist", "out", "site", "htmlcov"}
 """Folders at the top that hold what was made or fetched."""
 
 
@@ -26,14 +26,6 @@ def files(*suffixes: str) -> list[Path]:
     return sorted(
         p for p in found if p.parts[0] not in FOREIGN and not any(part.endswith("_cache") for part in p.parts)
     )
-
-
-LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|<img[^>]*src=\"([^\"]+)\"|!\[[^\]]*\]\(([^)\s]+)\)")
-
-
-def links(text: str) -> list[str]:
-    prose = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
-    return [next(filter(None, found)) for found in LINK.findall(prose)]
 
 
 @cache
@@ -128,10 +120,12 @@ def test_a_report_has_what_reports_are_made_of() -> None:
             assert (outcome["ok"] is None) == (outcome["state"] == "not run"), file
 
 
-def test_the_gates_are_targets_and_ci_runs_them() -> None:
-    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "gates.yml").read_text())
-    targets = workflow["jobs"]["gate"]["strategy"]["matrix"]["target"]
-    assert {"ops-packaging", "unit-tests", "docs-and-syntax"} <= set(targets)
+@pytest.mark.parametrize(("workflow", "job"), [("gates", "gate"), ("cpu", "tests")])
+def test_workflows_run_targets_and_ci_runs_them_too(workflow: str, job: str) -> None:
+    steps = yaml.safe_load((ROOT / ".github" / "workflows" / f"{workflow}.yml").read_text())
+    targets = steps["jobs"][job]["strategy"]["matrix"]["target"]
+    needed = {"gate": {"ops-packaging", "packaging", "unit-tests", "docs-and-syntax", "docs"}, "tests": {"test"}}
+    assert needed[job] <= set(targets)
     makefile = (ROOT / "Makefile").read_text()
     ran = {
         word
@@ -141,3 +135,25 @@ def test_the_gates_are_targets_and_ci_runs_them() -> None:
     }
     for target in targets:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE) and target in ran, target
+
+
+def test_every_issue_form_asks_for_what_the_machine_has() -> None:
+    forms = [path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.stem != "config"]
+    assert len(forms) == 3
+    for path in forms:
+        fields = {field.get("id"): field for field in yaml.safe_load(path.read_text())["body"]}
+        assert "twinkle-kernel info --json" in fields["info"]["attributes"]["label"], path
+        assert fields["info"]["validations"]["required"] is True, path
+
+
+def test_every_mechanism_has_a_page_beside_it_whose_files_are_there() -> None:
+    """A map of the code that names a file which is gone, or leaves one out, misleads."""
+    for folder in ("kernel", "aten", "moe", "loss", "bench", "engines"):
+        here = ROOT / "src" / "twinkle" / folder
+        text = (here / "README.md").read_text(encoding="utf-8")
+        assert "## Non-goals" in text and "## Code" in text, folder
+        named = set(re.findall(r"`([\w/]+(?:\.(?:py|json)|/))`", text.partition("## Code")[2]))
+        there = {path.name for path in here.glob("*.py")} - {"__init__.py"}
+        there |= {f"{path.name}/" for path in here.iterdir() if path.is_dir() and (path / "__init__.py").exists()}
+        assert {name for name in named if not (here / name).exists()} == set(), folder
+        assert there - named == set(), folder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
-VOID = {"meta", "line", "polyline", "circle", "rect", "br"}
+VOID = {"meta", "line", "polyline", "circle", "rect", "br", "wbr"}
 BLOCKS = {"h1", "h2", "p", "li", "tr", "figcaption", "div", "footer", "pre", "title", "figure"}
 LOADING = {"script", "link", "img", "iframe", "object", "embed", "base", "image", "use"}
 

@@ -41,7 +41,7 @@ def tensor(index: int, name: str, call: Call, *, without: Sequence[str] = ()) ->
         return not (t.is_conj() or t.is_neg() or t._is_zerotensor())
 
     def some(*values: Any) -> bool:
-        return values[index].numel() > 0
+        return bool(values[index].numel() > 0)
 
     def on(device: torch.device, *shape: int, **options: Any) -> torch.Tensor:
         return torch.ones(*shape, device=device, **options)

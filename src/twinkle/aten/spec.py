@@ -196,7 +196,8 @@ class OperatorSpec:
 
         overload_name = self.schema.partition("(")[0].partition(".")[2]
         packet = getattr(torch.ops.aten, self.name, None)
-        overload = None if packet is None else getattr(packet, overload_name or "default", None)
+        name = overload_name or "default"
+        overload: torch._ops.OpOverload[Any, Any] | None = None if packet is None else getattr(packet, name, None)
         found = "none" if overload is None else str(overload._schema).removeprefix("aten::")
         if found != self.schema:
             text = f"this PyTorch ({torch.__version__}) has another schema than the kernels were written for: {found}"

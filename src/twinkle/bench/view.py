@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from twinkle import document
 from twinkle.bench.results import EVERYBODY, ORIGINAL, Result, medians, significant
-from twinkle.document import GAP, Heading, Part, Points, Text
+from twinkle.document import GAP, Bar, BarChart, Heading, Part, Points, Text
 
 PASSES = {"f": "f", "fb": "f+b"}
 NOISE = 0.03
@@ -16,6 +17,7 @@ NOISE = 0.03
 
 LEGEND = "f: forward, f+b: forward and backward; (2x): twice as fast as hf; *: what the default mapping takes"
 HOST = "small tensors: microseconds that a call costs on the host"
+CHART = "right of the line: faster than hf, left of it: slower; the bar: the geometric mean, thin line: least to most"
 LIMIT = "limit: the time that the memory traffic takes at the speed of a copy"
 
 
@@ -116,6 +118,8 @@ def parts(results: Sequence[Result], copy_gb_per_s: float | None, *, quick: bool
     found = tables(results, copy_gb_per_s)
     for one in found:
         yield Heading(f"{one.op}, ms" if one.op else HOST)
+        if one.op and not quick:
+            yield from _chart(results, one.op)
         cells = [[cell.text + "*" * cell.chosen for cell in line] for line in one.lines]
         yield document.Table(one.columns, cells, labels=one.labels)
         yield GAP
@@ -132,6 +136,25 @@ def parts(results: Sequence[Result], copy_gb_per_s: float | None, *, quick: bool
         yield Points(points)
         yield GAP
     yield from map(Text, [QUICK] if quick else verdict(results))
+
+
+def _chart(results: Sequence[Result], op: str) -> Iterator[BarChart]:
+    """How much faster than the original each candidate of an op is; small cases are left out."""
+    factors: dict[str, list[float]] = {}
+    for (case, _, _), rows in medians(results).items():
+        small = any(row.host_us for row in rows.values())
+        if case.split("/")[0] == op and not small and ORIGINAL in rows:
+            original = time_of(rows[ORIGINAL], host=False)
+            for who, row in rows.items():
+                if who != ORIGINAL and not row.figures.get("floor"):
+                    factors.setdefault(who, []).append(original / time_of(row, host=False))
+    bars = []
+    for who, found in factors.items():
+        mean = statistics.geometric_mean(found)
+        text = f"{factor(mean)} ({factor(min(found))} .. {factor(max(found))})"
+        bars.append(Bar(who, mean - 1, text, min(found) - 1, max(found) - 1, "red" if mean < 1 else ""))
+    if bars:
+        yield BarChart("Times as fast as hf, over the cases that each was measured in", bars, CHART)
 
 
 def why_not(results: Iterable[Result]) -> dict[tuple[str, str], list[str]]:

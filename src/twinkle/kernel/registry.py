@@ -258,7 +258,8 @@ class lazy_import:
 
     def resolve(self) -> Callable[..., Any]:
         module, _, attribute = self.path.partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+        return found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.resolve()(*args, **kwargs)

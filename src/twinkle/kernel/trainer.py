@@ -23,7 +23,7 @@ ENTRY = "twinkle_kernels"
 """The key of our entries in ``trainer.state.log_history``."""
 
 
-class TwinkleKernelCallback(TrainerCallback):
+class TwinkleKernelCallback(TrainerCallback):  # type: ignore[misc]
     """Calls ``kernelize`` when a trainer has its model, and ``unkernelize`` when the training is over.
 
     In the trainer's log: at the beginning and at the end of a training, an entry with the key ``"twinkle_kernels"``

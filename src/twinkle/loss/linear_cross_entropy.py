@@ -101,7 +101,8 @@ def linear_cross_entropy(
         if is_compiling():
             loss = traced.linear_cross_entropy(rows, weight, bias, targets, class_weight, settings)
         else:
-            loss = _LinearCrossEntropy.apply(rows, weight, bias, targets, class_weight, settings)
+            compute: Any = _LinearCrossEntropy.apply
+            loss = compute(rows, weight, bias, targets, class_weight, settings)
         if reduction == "mean":
             loss = mean_of(loss, targets, class_weight, ignore_index)
     return loss.view(target.shape) if reduction == "none" else loss

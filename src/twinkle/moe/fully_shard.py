@@ -131,7 +131,7 @@ def _shard_experts(
         experts.outermost, mesh=mesh, mp_policy=policy, shard_placement_fn=placement, ignored_params=whole, **options
     )
     # Each process's experts saw the tokens of all, and their gradients are summed here over those with the same part.
-    sharded.set_gradient_divide_factor(float(processes))  # type: ignore[attr-defined]
+    sharded.set_gradient_divide_factor(float(processes))
     # Summed, then divided: what NCCL would do in one is not there on other devices, and not for bf16. Alone there is
     # nothing to sum, and PyTorch (2.11 to 2.13) would divide twice.
-    sharded.set_force_sum_reduction_for_comms(mesh.size() > 1)  # type: ignore[attr-defined]
+    sharded.set_force_sum_reduction_for_comms(mesh.size() > 1)
