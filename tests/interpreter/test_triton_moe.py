@@ -25,7 +25,7 @@ from tests.support.models import clean_process  # noqa: F401
 from tests.support.triton_device import DEVICE, DTYPES, by_device, examples
 from twinkle import presets
 from twinkle.commands.verify import judge
-from twinkle.kernel import KernelChoice, kernelize
+from twinkle.kernel import KernelChoice, conformance, kernelize, registry
 from twinkle.kernel.ops.moe import torch_products, triton_launch, triton_products
 from twinkle.kernel.ops.moe import triton as backend
 from twinkle.kernel.ops.moe.experts_reference import Gate, MoeExpertsVariant, moe_experts
@@ -222,3 +222,13 @@ def test_calls_that_are_the_originals() -> None:
     (row,) = report(model).rows
     assert set(row.fallbacks) == {"an empty tensor", "autocast would make the original multiply in another dtype"}
     unkernelize(model)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="not run: nothing is interpreted here")
+def test_what_the_interpreter_multiplies_wrongly_is_left_to_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(presets, "PRESETS", {"qwen3_moe": presets.PRESETS["qwen3_moe"]})
+    monkeypatch.setattr(conformance, "DTYPES", (torch.bfloat16,))
+    impl = registry.get_op("moe_experts").implementations["triton"]
+    (found,) = conformance.findings("moe_experts", "triton", impl, torch.device("cpu"))
+    assert found.problems == [] and found.state == "refused"
+    assert all("as if they were integers" in why for why in found.declined.values()) and found.declined

@@ -23,6 +23,7 @@ from twinkle.kernel.ops.triton_support import call_reason as tensors_reason
 from twinkle.kernel.ops.triton_support import device_reason
 from twinkle.kernel.ops.worthwhile import slower_for
 from twinkle.reasons import Reason
+from twinkle.triton_programs import interpreted
 
 if TYPE_CHECKING:
     from twinkle.kernel.targets import Site
@@ -41,6 +42,12 @@ def _results(
 def products_for(x: torch.Tensor, stacks: Stacks, variant: MoeExpertsVariant) -> Any:
     """Whose matrix products serve: PyTorch's where they can."""
     return torch_products if torch_products.fits(x, stacks, variant) else triton_products
+
+
+def _interpreter_reason(x: torch.Tensor, stacks: Stacks, variant: MoeExpertsVariant) -> str | None:
+    """Triton's interpreter keeps bfloat16 as integers of 16 bits, and ``tl.dot`` multiplies those (3.6)."""
+    wrong = interpreted() and x.dtype is torch.bfloat16 and products_for(x, stacks, variant) is triton_products
+    return "Triton's interpreter multiplies matrices of bfloat16 as if they were integers" if wrong else None
 
 
 def _gradients(
@@ -118,6 +125,7 @@ def load(target: Any, site: Site) -> type[nn.Module]:
             other_implementation(self, variant)
             or tensors_reason(hidden_states, top_k_weights, *stacks)
             or call_reason(hidden_states, top_k_index, top_k_weights, stacks)
+            or _interpreter_reason(hidden_states, stacks, variant)
             or slower(hidden_states)
         )
 
