@@ -45,9 +45,10 @@ def products_for(x: torch.Tensor, stacks: Stacks, variant: MoeExpertsVariant) ->
 
 
 def _interpreter_reason(x: torch.Tensor, stacks: Stacks, variant: MoeExpertsVariant) -> str | None:
-    """Triton's interpreter keeps bfloat16 as integers of 16 bits, and ``tl.dot`` multiplies those (3.6)."""
-    wrong = interpreted() and x.dtype is torch.bfloat16 and products_for(x, stacks, variant) is triton_products
-    return "Triton's interpreter multiplies matrices of bfloat16 as if they were integers" if wrong else None
+    """Why Triton's interpreter can't have a call: our own products need ``tl.dot``."""
+    if not interpreted() or products_for(x, stacks, variant) is not triton_products or launch.multiplies(x.dtype):
+        return None
+    return f"Triton's interpreter gives wrong products of {x.dtype}"
 
 
 def _gradients(
