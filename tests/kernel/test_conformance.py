@@ -21,7 +21,7 @@ from twinkle.kernel.registry import KernelImpl
 from twinkle.kernel.report import report
 from twinkle.kernel.undo import unkernelize
 
-pytestmark = pytest.mark.usefixtures("own_registry", "own_accelerator")
+pytestmark = pytest.mark.usefixtures("own_registry")
 
 CPU = torch.device("cpu")
 OPS = {
