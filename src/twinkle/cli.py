@@ -159,7 +159,8 @@ def verify(
 
     With --op and one --backend instead: whether a backend, of a plug-in say,
     keeps an op's contract, in every variant that models have of it, fp32, bf16
-    and fp16, four layouts in memory, outputs and all gradients.
+    and fp16, four layouts in memory, outputs and all gradients, together and
+    alone.
 
     The exit code is 1 when something is off and 3 when no kernel was installed.
 

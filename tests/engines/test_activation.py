@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,37 +16,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.engines.conftest import Carry
 from tests.support.engine_processes import PROCESSES, ROOT, run_python
 from twinkle.aten.registration import active
 from twinkle.cli import app
 from twinkle.engines import activation
-from twinkle.engines.activation import Activation
 from twinkle.engines.merged import merged
 from twinkle.engines.tallies import OTHERS, REASONS, create, read
-
-Carry = Callable[..., Activation]
-
-
-@pytest.fixture
-def carry_out(monkeypatch: pytest.MonkeyPatch) -> Iterator[Carry]:
-    """Carries out wishes in this process, as an engine's process would at its start; taken back after the test."""
-    made: list[Activation] = []
-
-    def carry(**wishes: object) -> Activation:
-        for name, value in wishes.items():
-            monkeypatch.setenv(f"TWINKLE_A1_{name}", str(value))
-        made.append(Activation())
-        made[-1].carry_out()
-        return made[-1]
-
-    for name in ("OPS", "PLATFORM", "REPORT_DIR", "ON_ERROR", "REPORT_FAILED"):
-        monkeypatch.setenv(f"TWINKLE_A1_{name}", "")  # so that what is set meanwhile is taken back
-        monkeypatch.delenv(f"TWINKLE_A1_{name}")
-    yield carry
-    for each in made:
-        if each.installation is not None:
-            each.installation.close()
-    assert active() == []
 
 
 def counts_of(facts: dict[str, Any], operator: str, role: str) -> dict[str, Any]:
@@ -274,11 +249,21 @@ def test_files_that_cannot_be_read_hide_no_others(carry_out: Carry, tmp_path: Pa
         (tmp_path / f"{name}.json").write_text(record.read_text())
         (tmp_path / f"{name}.counts").write_bytes(content)
     (tmp_path / "alone.json").write_text(record.read_text())
+    (tmp_path / "killed.counts").write_bytes(good.read_bytes())
     facts = merged(tmp_path)
     assert facts["operators"]["clone"]["kernel"] == 1 and len(facts["processes"]) == 4
     assert sorted(problem.partition(":")[0] for problem in facts["problems"]) == [
-        "a.json", "alone.counts", "b.json", "foreign.counts", "short.counts",
+        "a.json", "alone.counts", "b.json", "foreign.counts", "killed.counts", "short.counts",
     ]  # fmt: skip
+
+
+def test_a_record_of_another_version_can_be_read(carry_out: Carry, tmp_path: Path) -> None:
+    carry_out(OPS="clone", PLATFORM="cpu", REPORT_DIR=tmp_path)
+    (file,) = tmp_path.glob("*.json")
+    record = json.loads(file.read_text())
+    del record["left_out"]
+    file.write_text(json.dumps({**record, "what comes later": 1}))
+    assert merged(tmp_path)["problems"] == []
 
 
 def test_two_machines_may_use_the_same_numbers(carry_out: Carry, tmp_path: Path) -> None:

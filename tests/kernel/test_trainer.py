@@ -18,7 +18,7 @@ pytest.importorskip("accelerate")
 from tests.support.snapshots import differences, state_of
 from twinkle import presets
 from twinkle.commands.demo.outcome import judge_losses
-from twinkle.kernel import kernelize
+from twinkle.kernel import KernelChoice, kernelize
 from twinkle.kernel.exact import KeepFloat64, exact_copy
 from twinkle.kernel.report import report
 from twinkle.kernel.trainer import ENTRY, TwinkleKernelCallback
@@ -173,11 +173,127 @@ def test_a_second_training_and_another_model_get_kernels_again(tmp_path: Path) -
     assert len(made) >= 3 and all(report(model).rows == [] for model in made)
 
 
+NORM = "transformers.models.qwen3.modeling_qwen3.Qwen3RMSNorm"
+
+
+def test_of_two_trainers_of_one_model_each_has_its_own_kernels(tmp_path: Path) -> None:
+    """Both made before either trains; the second one's mapping is another."""
+    model = new_model()
+    mapping = {NORM: KernelChoice("rms_norm", ("torch",))}
+    one = new_trainer(model, tmp_path, TwinkleKernelCallback(), max_steps=1)
+    two = new_trainer(model, tmp_path, TwinkleKernelCallback(mapping), max_steps=1)
+    for trainer, targets in ((one, 2), (two, 1), (one, 2)):
+        trainer.train()
+        installed = told(trainer)[-1][ENTRY]["installed"]
+        assert len(installed) == targets and installed[0]["calls"] == 9
+        assert report(model).rows == []
+
+
+def test_one_callback_may_serve_two_trainers(tmp_path: Path) -> None:
+    models, callback = [new_model(), new_model()], TwinkleKernelCallback()
+    trainers = [new_trainer(model, tmp_path, callback, max_steps=1) for model in models]
+    for trainer in trainers:
+        trainer.train()
+        assert told(trainer)[-1][ENTRY]["installed"][0]["calls"] == 9
+    assert [report(model).rows for model in models] == [[], []]
+
+
+class Raises(transformers.TrainerCallback):
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["the same trainer", "another trainer"])
+def test_the_end_of_a_later_training_undoes_what_one_that_raised_left(same: bool, tmp_path: Path) -> None:
+    model = new_model()
+    trainer = new_trainer(model, tmp_path, TwinkleKernelCallback(), Raises(), max_steps=1)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.train()
+    assert any(row.state == "installed" for row in report(model).rows)
+    if same:
+        trainer.remove_callback(Raises)
+    else:
+        trainer = new_trainer(model, tmp_path, TwinkleKernelCallback(), max_steps=1)
+    trainer.train()
+    assert told(trainer)[-1][ENTRY]["installed"][0]["calls"] == (18 if same else 9)
+    assert report(model).rows == []
+
+
+def test_what_the_caller_installs_after_a_training_that_raised_stays(tmp_path: Path) -> None:
+    model = new_model()
+    trainer = new_trainer(model, tmp_path, TwinkleKernelCallback(), Raises(), max_steps=1)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.train()
+    unkernelize(model)
+    kernelize(model)
+    new_trainer(model, tmp_path, TwinkleKernelCallback(), max_steps=1).train()
+    assert any(row.state == "installed" for row in report(model).rows)
+    unkernelize(model)
+
+
+def test_the_last_entry_of_the_log_is_still_the_trainers(tmp_path: Path) -> None:
+    trainer = new_trainer(new_model(), tmp_path, TwinkleKernelCallback(), max_steps=1)
+    trainer.train()
+    assert trainer.state.log_history[-1].keys() >= {"train_loss", "train_runtime", ENTRY}
+
+
+def test_a_training_is_resumed_from_a_checkpoint(tmp_path: Path) -> None:
+    whole, resumed = (
+        new_trainer(new_model(), tmp_path, TwinkleKernelCallback(), max_steps=4, save_strategy="steps", save_steps=2)
+        for _ in range(2)
+    )
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert losses(resumed) == losses(whole) and report(resumed.model).rows == []
+    assert [entry[ENTRY]["installed"][0]["calls"] for entry in told(resumed)] == [0, 0, 18]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_checkpointing": True},
+        {"bf16": True},
+        pytest.param({"torch_compile": True, "torch_compile_backend": "aot_eager"}, marks=pytest.mark.slow),
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_however_the_trainer_runs_the_model(options: dict[str, Any], tmp_path: Path) -> None:
+    """One step: its loss by the judgement, of any of three orders of summation, and the model as before."""
+    torch._dynamo.reset()
+    theirs = []
+    for order in range(3):
+        plain = new_trainer(new_model(), tmp_path, order=order, max_steps=1, **options)
+        plain.train()
+        theirs.append(torch.tensor(losses(plain)[0]))
+    torch._dynamo.reset()
+    trainer = new_trainer(new_model(), tmp_path, TwinkleKernelCallback(), max_steps=1, **options)
+    trainer.train()
+    truth = torch.tensor(exact(False)[0], dtype=torch.float64)
+    used = min(allowed_error_used(torch.tensor(losses(trainer)[0]), original, truth) for original in theirs)
+    assert used <= 1, used
+    row = told(trainer)[-1][ENTRY]["installed"][0]
+    assert row["compiled"] if "torch_compile" in options else row["calls"] + sum(row["fallbacks"].values()) >= 9
+    assert report(trainer.model).rows == []
+
+
+def test_a_trainer_may_evaluate_first(tmp_path: Path) -> None:
+    model = new_model()
+    expected = new_trainer(model, tmp_path).evaluate(batches()[:ROWS])["eval_loss"]
+    trainer = new_trainer(model, tmp_path, TwinkleKernelCallback(), max_steps=1)
+    with_kernels = trainer.evaluate(batches()[:ROWS])["eval_loss"]
+    truth = torch.tensor(exact(False)[0], dtype=torch.float64)
+    assert allowed_error_used(torch.tensor(with_kernels), torch.tensor(expected), truth) <= 1
+    assert told(trainer) == []
+    assert any(row.calls for row in report(model).rows), "a trainer that only evaluates has kernels too"
+    trainer.train()
+    assert report(model).rows == []
+
+
 def test_a_model_that_was_kernelized_before_stays_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = kernelize(new_model())
     trainer = new_trainer(model, tmp_path, TwinkleKernelCallback({}), max_steps=1)
-    assert "is kernelized already" in caplog.text
     trainer.train()
+    assert caplog.text.count("is kernelized already") == 1
     assert told(trainer)[-1][ENTRY]["installed"][0]["calls"] > 0
     assert any(row.state == "installed" for row in report(model).rows)
     unkernelize(model)

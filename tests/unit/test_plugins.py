@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from twinkle.commands import info, options
+from twinkle.commands.console import CommandError
 from twinkle.kernel import KernelChoice, plugins, registry
 from twinkle.kernel.registry import KernelImpl, resolve_impl
 from twinkle.kernel.report import plan
@@ -32,6 +34,9 @@ def broken():
 
 def depends():
     register_backend("{op}", "late", KernelImpl(lambda target: "late", lambda: (True, None)))
+
+def leaves():
+    sys.exit(3)
 
 not_a_function = "x"
 """
@@ -132,6 +137,7 @@ def test_a_plugin_installed_later_is_seen_when_its_op_is_asked_for(install: Call
         ("bad = plugin_x:not_a_function", "plugin_x:not_a_function is a str, not a function that registers"),
         ("bad = plugin_x", "is a module, not a function that registers"),
         ("bad = not a name!", "raised"),
+        ("bad = plugin_x:leaves", "SystemExit: 3"),
     ],
 )
 def test_a_broken_plugin_is_a_reason_and_leaves_nothing(
@@ -140,13 +146,35 @@ def test_a_broken_plugin_is_a_reason_and_leaves_nothing(
     install("plugin_x", entries=entries(entry))
     install("plugin_good", op="good_one")
     known = set(registry._OPS)
-    errors = plugins.load_plugins()
-    assert list(errors) == ["bad"] and words in errors["bad"].text and "plug-in bad" in errors["bad"].text
-    assert errors["bad"].code == "broken-plugin"
+    ((key, error),) = plugins.load_plugins().items()
+    assert key[0] == "bad" and words in error.text and "plug-in bad" in error.text
+    assert error.code == "broken-plugin"
     assert set(registry._OPS) == known | {"good_one"}, "the good one is there, of the broken one nothing is"
     assert "theirs_backend" not in registry.backends_of("rms_norm")
     warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1 and entry.partition(" = ")[2] in warnings[0].getMessage()
+
+
+@pytest.mark.usefixtures("not_scanned")
+def test_each_of_two_broken_ones_of_one_name_has_its_own_reason(install: Callable[..., None]) -> None:
+    install("plugin_y", entries=entries("mine = plugin_y:not_a_function"))
+    install("plugin_z", entries=entries("mine = plugin_z:broken"))
+    install("plugin_ok", op="theirs_too", entries=entries("mine = plugin_ok:register"))
+    told = {plugin["value"]: plugin["error"] for plugin in info.gather()["plugins"] if plugin["name"] == "mine"}
+    assert "plugin_y:not_a_function is a str" in told["plugin_y:not_a_function"]
+    assert "RuntimeError: half way" in told["plugin_z:broken"]
+    assert told["plugin_ok:register"] is None
+
+
+@pytest.mark.usefixtures("not_scanned")
+def test_who_asks_for_what_a_broken_one_would_bring_gets_its_reason(install: Callable[..., None]) -> None:
+    install("plugin_x", entries=entries("bad = plugin_x:broken"))
+    for ask in (
+        lambda: options.parse_chain(["theirs_backend"]),
+        lambda: registry.get_op("theirs"),
+    ):
+        with pytest.raises((ValueError, CommandError), match="unknown .*; plug-in bad raised RuntimeError: half way"):
+            ask()
 
 
 @pytest.mark.usefixtures("not_scanned")

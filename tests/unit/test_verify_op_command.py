@@ -59,12 +59,29 @@ def test_a_right_backend_passes_in_every_variant_dtype_and_layout() -> None:
         for offset in (False, True)
         for dtype in ("float32", "bfloat16", "float16")
     }
-    tensors = {(used["layout"], used["tensor"]) for used in found[False, "bfloat16"]["used"]}
+    tensors = {(used["way"], used["tensor"]) for used in found[False, "bfloat16"]["used"]}
     names = ("output 0", "gradient of input 0", "gradient of weight")
-    assert tensors == {(layout, name) for layout in conformance.LAYOUTS for name in names}
+    alone = {(f"{name} alone", tensor) for name in names[1:] for tensor in ("output 0", name)}
+    layouts = {(layout, name) for layout in conformance.LAYOUTS for name in names}
+    assert tensors == {*layouts, ("without gradients", "output 0"), *alone}
     assert found[True, "float32"]["refused"] == "only offset 0"
+
+
+def test_for_people_a_variant_is_a_row_and_a_reason_is_said_once() -> None:
+    register(norm)
     result = run("--op", "rms_norm", "--backend", "mine")
-    assert result.exit_code == 0 and "only offset 0" in result.output and "Off" not in result.output
+    assert result.exit_code == 0 and "Off" not in result.output
+    lines = [" ".join(line.split()) for line in result.output.splitlines()]
+    assert sum(line.startswith("llama.modeling_llama.LlamaRMSNorm ok ") for line in lines) == 1
+    assert lines.count("gemma.modeling_gemma.GemmaRMSNorm: only offset 0") == 1
+
+
+def test_what_is_off_in_one_dtype_says_in_which() -> None:
+    register(lambda self, x: norm(self, x) * (1.1 if x.dtype is torch.bfloat16 else 1))
+    result = run("--op", "rms_norm", "--backend", "mine")
+    assert result.exit_code == 1
+    (line,) = (line for line in result.output.splitlines() if "contiguous: output 0 is off" in line)
+    assert "llama.modeling_llama.LlamaRMSNorm in bfloat16: " in line
 
 
 class Doubled(torch.autograd.Function):
@@ -110,7 +127,7 @@ WRONG = {
     "strides": (ignores_strides, "every second element: output 0 is off: inf"),
     "writes into the incoming gradient": (
         lambda self, x: Written.apply(norm(self, x)),
-        "contiguous: it writes into an argument or an incoming gradient",
+        "contiguous: it writes into the incoming gradient of output 0, or into the memory around",
     ),
     "a tuple": (lambda self, x: (norm(self, x),), "it returns a tuple of 1 where the original returns a tensor"),
     "an exception": (raises, "contiguous: it raised RuntimeError: no such instruction"),
@@ -158,8 +175,8 @@ def test_a_layout_that_the_original_cannot_have_does_not_count(monkeypatch: pyte
     result = run("--op", "moe_block", "--backend", "loopback", "--json")
     found = json.loads(result.stdout)["findings"]
     assert result.exit_code == 0 and {of["state"] for of in found} == {"ok"}
-    layouts = {used["layout"] for of in found for used in of["used"]}
-    assert layouts == conformance.LAYOUTS.keys() - {"last two dimensions swapped in memory"}
+    ways = {used["way"] for of in found for used in of["used"]}
+    assert ways & conformance.LAYOUTS.keys() == conformance.LAYOUTS.keys() - {"last two dimensions swapped in memory"}
 
 
 def test_the_reference_itself_passes() -> None:
@@ -182,6 +199,8 @@ def test_nothing_run_is_no_pass() -> None:
         (["--op", "rms_norm"], "--op needs one --backend"),
         (["--op", "rms_norm", "--backend", "torch,liger"], "--op needs one --backend"),
         (["--op", "rms_nrm", "--backend", "torch"], "did you mean 'rms_norm'"),
+        (["--op", "swiglu", "--backend", "torch"], "backend torch is not registered for op swiglu (registered: "),
+        (["--op", "fla", "--backend", "torch"], "op fla has no reference that says what it computes"),
         (["tiny:qwen3", "--op", "rms_norm", "--backend", "torch"], "--op has no use for MODEL"),
         (["--op", "rms_norm", "--backend", "torch", "--layers", "2"], "--op has no use for --layers"),
     ],

@@ -28,6 +28,7 @@ class RegistrationError(RuntimeError):
     """An operator was not registered; nothing was changed.
 
     Attributes:
+        reason: why.
         code: a stable word for programs: ``unknown-platform``, ``unknown-key``, ``refused-key``, ``foreign-key``,
             ``ambiguous-key``, ``no-device``, ``already-registered``, ``schema``, ``unknown-operator``, ``foreign-ops``,
             ``unknown-mode``, ``no-triton``, ``bad-argument``, ``bad-inputs``, ``bad-spec``, ``no-package``, ``kind``,
@@ -36,7 +37,7 @@ class RegistrationError(RuntimeError):
 
     def __init__(self, operator: str, reason: Reason) -> None:
         super().__init__(f"{operator}: {reason}")
-        self.code = reason.code
+        self.reason, self.code = reason, reason.code
         self._made_of = operator, reason
 
     def __reduce__(self) -> tuple[Any, ...]:

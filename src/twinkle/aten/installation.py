@@ -21,7 +21,8 @@ class Installation(Handle):
 
     Attributes:
         registrations: by operator.
-        left_out: the operators that ``"auto"`` didn't install, with the reason.
+        left_out: the operators that ``"all"`` or ``"auto"`` didn't install, with the reason: their package can't be
+            had, or ``"auto"`` found nothing to gain.
     """
 
     def __init__(self, registrations: dict[str, Registration], left_out: dict[str, Reason] | None = None) -> None:
@@ -49,11 +50,11 @@ def install(
     """Registers operators on a platform: all or nothing.
 
     Args:
-        operators: names; ``"all"``: those that can be registered and do no harm in the process meanwhile; ``"auto"``:
-            those of them whose kernel is faster than PyTorch's own, by more than the noise, on one of the calls in
-            their ``benchmark.yaml`` at least, and slower on none that it would serve. That is measured here and now,
-            which takes some seconds for each; nothing else should run meanwhile. The others are in
-            ``Installation.left_out``.
+        operators: names; ``"all"``: those that can be registered and do no harm in the process meanwhile; one whose
+            package is broken is in ``Installation.left_out`` and takes no other along. ``"auto"``: those of them whose
+            kernel is faster than PyTorch's own, by more than the noise, on one of the calls in their ``benchmark.yaml``
+            at least, and slower on none that it would serve. That is measured here and now, which takes some seconds
+            for each; nothing else should run meanwhile. The others are in ``Installation.left_out`` too.
         platform: a platform's name or alias, or a device profile.
         modes: who serves the calls of an operator. ``"auto"``: its kernel, but PyTorch's own where that is faster, as
             the operator's routes say. ``"triton"``: its Triton kernel for every call that it can take. ``"native"``:
@@ -68,7 +69,7 @@ def install(
     if not (modes is None or isinstance(modes, Mapping)):
         text = f"modes is a mapping of operators to modes, not {modes!r}"
         raise RegistrationError("install", Reason("bad-argument", text))
-    specs = _meant(operators)
+    specs, left_out = _meant(operators)
     chosen = dict(modes or {})
     if isinstance(platform, Profile):
         name, key = platform.platform, platform.dispatch_key
@@ -79,11 +80,10 @@ def install(
     for unused in set(modes or ()) - set(installed):
         text = f"has a mode but isn't installed; installed: {', '.join(installed)}{did_you_mean(unused, installed)}"
         raise RegistrationError(unused, Reason("unknown-operator", text))
-    left_out: dict[str, Reason] = {}
     if operators == "auto":
         found = platform_here("install", key, platforms_meant("install", key, name))
         slower = {spec.name: _why_not(spec, found) for spec in specs}
-        left_out = {name: reason for name, reason in slower.items() if reason is not None}
+        left_out |= {name: reason for name, reason in slower.items() if reason is not None}
     done = Installation({}, left_out)
     try:
         for spec in specs:
@@ -96,15 +96,28 @@ def install(
     return done
 
 
-def _meant(operators: Any) -> list[OperatorSpec]:
+def _meant(operators: Any) -> tuple[list[OperatorSpec], dict[str, Reason]]:
+    """Those that are meant, and why others that would be can't be had.
+
+    Raises:
+        RegistrationError: one that is named can't be had, or none of all.
+    """
     if operators in ("all", "auto"):
-        every = [catalog.operator(name) for name in catalog.chosen()]
-        return [spec for spec in every if spec.by_design is spec.caution is None]
+        every, broken = [], dict[str, RegistrationError]()
+        for name in catalog.chosen():
+            try:
+                every.append(catalog.operator(name))
+            except RegistrationError as error:
+                broken[name] = error
+        if not every:
+            raise next(iter(broken.values()))
+        fit = [spec for spec in every if spec.by_design is spec.caution is None]
+        return fit, {name: error.reason for name, error in broken.items()}
     listed = [operators] if isinstance(operators, str) else operators
     if not isinstance(listed, Collection) or isinstance(listed, Mapping) or not all(isinstance(n, str) for n in listed):
         text = f"operators are a list of names, 'all' or 'auto', not {operators!r}"
         raise RegistrationError("install", Reason("bad-argument", text))
-    return [catalog.operator(name) for name in dict.fromkeys(listed)]
+    return [catalog.operator(name) for name in dict.fromkeys(listed)], {}
 
 
 def _why_not(spec: OperatorSpec, platform: Platform) -> Reason | None:

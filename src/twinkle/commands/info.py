@@ -51,7 +51,7 @@ def gather() -> dict[str, Any]:
         ],
         "ops": {op: dict(_backends(op)) for op in registry.ops()},
         "plugins": [
-            {**asdict(plugin), "error": str(errors[plugin.name]) if plugin.name in errors else None}
+            {**asdict(plugin), "error": str(error) if (error := errors.get((plugin.name, plugin.value))) else None}
             for plugin in declared()
         ],
         "operators": [asdict(package) for package in catalog.packages()],
@@ -84,7 +84,7 @@ def _backends(op: str) -> Iterator[tuple[str, dict[str, Any]]]:
         )
 
 
-def _plugin_errors() -> dict[str, Reason]:
+def _plugin_errors() -> dict[tuple[str, str], Reason]:
     from twinkle.kernel.plugins import load_plugins
 
     return load_plugins()

@@ -80,9 +80,8 @@ def parse_chain(backends: Sequence[str] | None, option: str = "--backend", more:
     known |= {*registry.KNOWN_BACKENDS, *more}
     for name in chain:
         if name not in known:
-            raise CommandError(
-                f"unknown backend {name!r}{did_you_mean(name, known)}; known: {', '.join(sorted(known))}"
-            )
+            text = f"unknown backend {name!r}{did_you_mean(name, known)}; known: {', '.join(sorted(known))}"
+            raise CommandError("; ".join([text, *map(str, registry.broken_plugins())]))
     return chain
 
 

@@ -34,7 +34,8 @@ def run(
         1 when something is off; 3 when nothing was run: the backend isn't available here, or takes no variant; else 0.
 
     Raises:
-        CommandError: neither a MODEL nor an op, both, not one backend, or something that nobody knows.
+        CommandError: neither a MODEL nor an op, both, not one backend, something that nobody knows, or an op of which
+            no place is known.
     """
     if op is None:
         raise CommandError("verify what? A MODEL, or --op OP --backend BACKEND")
@@ -51,20 +52,22 @@ def run(
     from twinkle.kernel import registry
     from twinkle.kernel.conformance import findings
 
+    found: list[Finding] = []
     with quiet_logs():
         try:
             registry.get_op(op)
+            impl = registry.get_impl(op, backend)
+            if isinstance(impl, Reason):
+                raise CommandError(str(impl))
+            missing = registry.availability(impl)
+            if missing is None:
+                with progress(as_json) as bar:
+                    task = bar.add_task(f"{backend} for {op}", total=None)
+                    for finding in findings(op, backend, impl, torch.device(where)):
+                        found.append(finding)
+                        bar.advance(task)
         except ValueError as error:
             raise CommandError(str(error)) from error
-        impl = registry.get_impl(op, backend)
-        missing = impl if isinstance(impl, Reason) else registry.availability(impl)
-        found: list[Finding] = []
-        if missing is None and not isinstance(impl, Reason):
-            with progress(as_json) as bar:
-                task = bar.add_task(f"{backend} for {op}", total=None)
-                for finding in findings(op, backend, impl, torch.device(where)):
-                    found.append(finding)
-                    bar.advance(task)
     if as_json:
         facts = {"op": op, "backend": backend, "device": where, "missing": None if missing is None else str(missing)}
         print_json({**facts, "findings": [_data(finding) for finding in found]})
@@ -75,7 +78,7 @@ def run(
 
 
 def _data(finding: Finding) -> dict[str, Any]:
-    used = [{"layout": layout, "tensor": name, "used": share} for (layout, name), share in finding.used.items()]
+    used = [{"way": way, "tensor": name, "used": share} for (way, name), share in finding.used.items()]
     refused = None if finding.refused is None else str(finding.refused)
     return {**asdict(finding), "state": finding.state, "refused": refused, "used": used}
 
@@ -84,35 +87,62 @@ def _parts(op: str, backend: str, device: str, missing: Reason | None, found: Se
     if missing is not None:
         yield Text(f"not run: {backend} for op {op} is not available here: {missing}", "yellow")
         return
-    if not found:
-        yield Text(f"not run: no target of the default mapping has op {op}; verify a MODEL instead", "yellow")
-        return
-    columns = ("variant", "dtype", "seen in", "state", "worst", "layouts left to the original")
-    rows = [
-        (
-            finding.variant,
-            finding.dtype,
-            finding.where,
-            finding.state,
-            f"{max(finding.used.values()):.0%}" if finding.used else "-",
-            str(len(finding.declined)),
-        )
-        for finding in found
-    ]
-    styles = [{"off": "red", "refused": "dim"}.get(finding.state, "") for finding in found]
-    yield Table(columns, rows, numbers=("worst",), styles=styles, word="state")
-    worst = "worst: the share of the allowed error that is used, of outputs and gradients"
-    yield Text(f"{backend} for op {op} on {device}; {worst}", "dim")
-    named = [(f"{finding.variant}, {finding.dtype}", finding) for finding in found]
+    by_variant: dict[str, list[Finding]] = {}
+    for finding in found:
+        by_variant.setdefault(finding.variant, []).append(finding)
+    names = _names(by_variant)
+    dtypes = list(dict.fromkeys(finding.dtype for finding in found))
+    rows, styles = [], []
+    for variant, of in by_variant.items():
+        state = min((finding.state for finding in of), key=SEVERITY.index)
+        worst = {finding.dtype: f"{max(finding.used.values()):.0%}" for finding in of if finding.used}
+        rows.append((names[variant], state, *(worst.get(dtype, "-") for dtype in dtypes)))
+        styles.append({"off": "red", "ok": ""}.get(state, "dim"))
+    yield Table(("variant", "state", *dtypes), rows, numbers=dtypes, styles=styles, word="state")
+    worst_share = "by dtype, the share of the allowed error that the worst output or gradient uses"
+    yield Text(f"{backend} for op {op} on {device}; {worst_share}; a variant is named by a place that has it", "dim")
     notes = {
-        "Off": [(name, problem) for name, of in named for problem in of.problems],
-        "Refused, which is a backend's right": [(name, str(of.refused)) for name, of in named if of.refused],
-        "Left to the original": [
-            (name, f"{layout}: {why}") for name, of in named for layout, why in of.declined.items()
-        ],
+        "Off": [(of, problem) for of in found for problem in of.problems],
+        "Refused, which is a backend's right": [(of, str(of.refused)) for of in found if of.refused],
+        "Left to the original": [(of, f"{way}: {why}") for of in found for way, why in of.declined.items()],
+        "Not compared": [(of, f"{way}: {why}") for of in found for way, why in of.skipped.items()],
     }
-    for heading, items in notes.items():
-        if items:
+    for heading, said in notes.items():
+        if said:
             yield GAP
             yield Heading(heading)
-            yield Points(items)
+            yield Points([(_where(who, names, dtypes), what) for what, who in _alike(said).items()])
+    yield GAP
+    yield Heading("Variants")
+    yield Points([(name, variant) for variant, name in names.items()])
+
+
+SEVERITY = ("off", "ok", "not run", "refused")
+"""A finding's states; the first that one of a variant's dtypes has is the variant's."""
+
+
+def _names(by_variant: Mapping[str, Sequence[Finding]]) -> dict[str, str]:
+    """A variant's name for people: where it was met, with a number where several were met at one place."""
+    names: dict[str, str] = {}
+    for variant, (first, *_) in by_variant.items():
+        taken = sum(of[0].where == first.where for of in list(by_variant.values())[: len(names)])
+        names[variant] = f"{first.where} ({taken + 1})" if taken else first.where
+    return names
+
+
+def _alike(said: Sequence[tuple[Finding, str]]) -> dict[str, list[Finding]]:
+    """What is said, once, and of whom."""
+    found: dict[str, list[Finding]] = {}
+    for finding, what in said:
+        found.setdefault(what, []).append(finding)
+    return found
+
+
+def _where(findings: Sequence[Finding], names: Mapping[str, str], dtypes: Sequence[str]) -> str:
+    """Variants, with the dtypes where it isn't all of them."""
+    by_variant: dict[str, list[str]] = {}
+    for finding in findings:
+        by_variant.setdefault(names[finding.variant], []).append(finding.dtype)
+    return ", ".join(
+        name if len(of) == len(dtypes) else f"{name} in {' and '.join(of)}" for name, of in by_variant.items()
+    )

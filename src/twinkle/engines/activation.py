@@ -68,15 +68,17 @@ class Activation:
             self.error, stop = error, False
         else:
             try:
-                self.installation, self._platform = _install()
+                self.installation, self._platform = _install(complete=stop)
             except Exception as error:  # a plug-in's error is not the engine's, unless somebody wants that
                 self.error = error
         role = current_process().name
         if self.error is None:
             logger.info("%s: registered on %s: %s", role, self._platform, ", ".join(self._registrations()))
+            for name, reason in self._left_out().items():
+                logger.error("%s: the operator %s was left out: %s", role, name, reason)
         else:
-            text = "%s: no operator was activated: %s (%s=stop makes this stop the process)"
-            logger.error(text, role, self.error, ON_ERROR)
+            remedy = "" if stop else f" ({ON_ERROR}=stop makes this stop the process)"
+            logger.error("%s: no operator was activated: %s%s", role, self.error, remedy)
         self.tell()
         if self.error is not None and stop:
             raise self.error
@@ -93,7 +95,9 @@ class Activation:
         }
         asked = {name: os.environ[name] for name in (OPERATORS, PLATFORM, ON_ERROR) if name in os.environ}
         error = None if self.error is None else f"{type(self.error).__name__}: {self.error}"
-        record = records.Record.here(asked=asked, platform=self._platform, operators=operators, error=error)
+        record = records.Record.here(
+            asked=asked, platform=self._platform, operators=operators, left_out=self._left_out(), error=error
+        )
         try:
             self._files = records.Files(Path(folder), record)
         except OSError as problem:
@@ -117,6 +121,10 @@ class Activation:
             for made in registrations:
                 _ = made.counts  # asking notes it
             time.sleep(GLANCE_SECONDS)
+
+    def _left_out(self) -> dict[str, str]:
+        """Of ``all``: those that can't be had, with the reason."""
+        return {} if self.installation is None else {k: str(why) for k, why in self.installation.left_out.items()}
 
     def _registrations(self) -> dict[str, Registration]:
         """By operator, with those that come along for the sake of a gradient."""
@@ -158,8 +166,14 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_in_child)
 
 
-def _install() -> tuple[Installation, str]:
+def _install(complete: bool) -> tuple[Installation, str]:
+    """Registers what is asked for.
+
+    Args:
+        complete: of ``all``, one that can't be had is an error too.
+    """
     from twinkle.aten import install
+    from twinkle.aten.errors import RegistrationError
 
     names = [name.strip() for name in os.environ[OPERATORS].split(",") if name.strip()]
     if not names:
@@ -170,7 +184,11 @@ def _install() -> tuple[Installation, str]:
         raise ValueError(f"{OPERATORS} is all, or names of operators, not both: {', '.join(names)}")
     platform = _platform()
     name = platform if isinstance(platform, str) else platform.platform
-    return install("all" if names == ["all"] else names, platform=platform), name
+    installation = install("all" if names == ["all"] else names, platform=platform)
+    if complete and installation.left_out:
+        installation.close()
+        raise RegistrationError(*next(iter(installation.left_out.items())))
+    return installation, name
 
 
 def _platform() -> str | Profile:

@@ -33,6 +33,11 @@ def merged(folder: Path) -> dict[str, Any]:
     names = dict.fromkeys(name for process in read for name in process.record.operators)
     failed = {label: process.record.error for label, process in found.items() if process.record.error}
     problems += [f"{label}: not activated: {error}" for label, error in failed.items()]
+    problems += [
+        f"{label}: {name} was left out: {why}"
+        for label, process in found.items()
+        for name, why in process.record.left_out.items()
+    ]
     return {
         "processes": [
             {**asdict(process.record), "process": label, "compiled": _is_compiled(process)}

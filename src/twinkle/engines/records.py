@@ -52,6 +52,7 @@ class Record:
         asked: the variables of the environment that asked for it.
         platform: the platform's name; None where nothing could be activated.
         operators: by name.
+        left_out: operators that would be there too but for their package, with the reason.
         error: why the operators aren't there; None when they are.
         versions: of Python, PyTorch, this project and the engine.
     """
@@ -64,6 +65,7 @@ class Record:
     asked: Mapping[str, str]
     platform: str | None
     operators: Mapping[str, Activated] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
     error: str | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
 
@@ -90,7 +92,8 @@ class Record:
         names = {each.name for each in fields(cls)}
         try:
             operators = {name: Activated(**{**of, "keys": tuple(of["keys"])}) for name, of in data["operators"].items()}
-            return cls(**{name: data[name] for name in names - {"operators"}}, operators=operators)
+            # What has a default may be missing: engine and reader may have versions of this project that differ.
+            return cls(**{name: data[name] for name in names - {"operators"} if name in data}, operators=operators)
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"it is no activation record: {type(error).__name__}: {error}") from None
 
@@ -167,6 +170,9 @@ def read_all(folder: Path) -> tuple[list[Process], list[str]]:
         except (OSError, ValueError) as error:
             found.append(Process(record, {}))
             problems.append(f"{file.with_suffix('.counts').name}: {error}")
+    for counts in sorted(folder.glob("*.counts")):
+        if not counts.with_suffix(".json").exists():
+            problems.append(f"{counts.name}: there is no record beside it: its process ended, or is, at its very start")
     found.sort(key=lambda process: process.record.started)
     return found, problems
 

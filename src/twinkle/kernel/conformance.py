@@ -1,9 +1,10 @@
 """Whether a backend keeps an op's contract: every variant, dtype, layout and gradient, for those who write backends.
 
-A variant is met where models have it: the tiny presets are built on the meta device, and of the places that the
-default mapping gives to the op one is taken for each variant that it has. The op's reference makes the inputs and, in
-fp64, the judge's numbers; the judgement is that of :mod:`twinkle.kernel.verify`, of the median over a few inputs, since
-a kernel as exact as the original is over the limit for a single one now and then.
+A variant is met where models have it, and one place is taken for each: the tiny presets are built on the meta device
+and searched for what the default mapping gives to the op, as are the models that the op's reference names itself, which
+is how an op from elsewhere has places at all. The reference makes the inputs and, in fp64, the judge's numbers; the
+judgement is that of :mod:`twinkle.kernel.verify`, of the median over a few inputs, since a kernel as exact as the
+original is over the limit for a single one now and then.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import statistics
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from twinkle import presets
 from twinkle.kernel import registry
@@ -24,7 +26,7 @@ from twinkle.kernel.install import Kernel, kernel_for
 from twinkle.kernel.ops.derived import Example
 from twinkle.kernel.probe import variant_of
 from twinkle.kernel.registry import KernelChoice, KernelImpl
-from twinkle.kernel.small_runs import OutOfDomain, Results, rounded, run_call, within_domain
+from twinkle.kernel.small_runs import OutOfDomain, Results, gradient_names, rounded, run_call, within_domain
 from twinkle.kernel.targets import ModelIndex, Site, Target, resolve_target
 from twinkle.kernel.verify import allowed_error_used
 from twinkle.reasons import Reason
@@ -42,6 +44,8 @@ def _transposed(value: torch.Tensor) -> torch.Tensor:
 
 
 def _gapped(value: torch.Tensor) -> torch.Tensor:
+    if value.dim() == 0:
+        return value.clone()
     wide = torch.full((*value.shape[:-1], 2 * value.shape[-1]), float("nan"), dtype=value.dtype, device=value.device)
     wide[..., ::2] = value
     return wide[..., ::2]
@@ -54,7 +58,7 @@ def _shifted(value: torch.Tensor) -> torch.Tensor:
 
 
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "contiguous": torch.Tensor.contiguous,
+    "contiguous": lambda value: value.clone(memory_format=torch.contiguous_format),
     "last two dimensions swapped in memory": _transposed,
     "every second element": _gapped,
     "one element into its memory": _shifted,
@@ -79,7 +83,9 @@ class Finding:
         where: the class or function of transformers that has the variant.
         refused: why the backend doesn't take it at all; its right.
         declined: layout -> why the kernel left the call to the original; its right too.
-        used: (layout, tensor) -> share of the allowed error, the median over the inputs.
+        skipped: layout -> why the original itself can't have it, so that there is nothing to compare with.
+        used: (way, tensor) -> share of the allowed error, the median over the inputs. A way is a layout, or which
+            gradients are asked for.
         problems: what is wrong.
     """
 
@@ -88,38 +94,72 @@ class Finding:
     where: str
     refused: Reason | None = None
     declined: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
     used: dict[tuple[str, str], float] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
     @property
     def state(self) -> str:
-        """``off``, ``ok``, or ``refused`` where nothing was run."""
-        return "off" if self.problems else "ok" if self.used else "refused"
+        """``off``, ``ok``; where nothing was compared ``refused``, or ``not run`` for the original's sake."""
+        if self.problems or self.used:
+            return "off" if self.problems else "ok"
+        return "not run" if self.skipped and not self.refused and not self.declined else "refused"
 
 
 def places(op: str) -> list[Place]:
-    """One site for each variant of an op that the default mapping meets in the presets."""
+    """One site for each variant of an op: in the models that its reference names, and in the presets.
+
+    Raises:
+        ValueError: nobody knows a place; the message says how an op gets one.
+    """
     reference = registry.reference_of(op)
-    keys = [key for key, of in DEFAULT_KERNEL_CONFIG.items() if isinstance(of, KernelChoice) and of.op == op]
+    if isinstance(reference, Reason):
+        raise ValueError(str(reference))
+    if reference is None:
+        raise ValueError(f"op {op} has no reference that says what it computes: register_op({op!r}, reference=…)")
     found: dict[Hashable, Place] = {}
     probed: dict[Any, Any] = {}
-    if reference is None or isinstance(reference, Reason):
-        return []
-    for preset in presets.PRESETS:
-        index = ModelIndex.of(presets.build(preset, device="meta"), None)
-        # Only those whose Python module is imported by now: a target of another family has no site here.
-        targets = [target for key in keys if isinstance(target := resolve_target(key, importing=False), Target)]
-        for target in targets:
-            for site in index.sites(target):
-                variant = variant_of(reference, site, probed)
-                if not isinstance(variant, Reason):
-                    known = dataclasses.replace(site, variant=variant)
-                    found.setdefault((variant, target.kind), Place(target, known))
+    why: dict[str, None] = {}
+    for target, site in _sites(op, reference):
+        variant = variant_of(reference, site, probed)
+        if isinstance(variant, Reason):
+            why[str(variant)] = None
+        else:
+            found.setdefault((variant, target.kind), Place(target, dataclasses.replace(site, variant=variant)))
+    if not found:
+        text = "neither the default mapping nor places() or original of its reference names one"
+        raise ValueError(f"no place of op {op} is known: {'; '.join(why) or text}")
     return list(found.values())
 
 
+def _sites(op: str, reference: Any) -> Iterator[tuple[Target, Site]]:
+    original = getattr(reference, "original", None)
+    if original is not None:
+        yield Target("logical", op), Site(None, op, None, op, original, torch.device("cpu"), torch.float32)
+    for model, keys in _models(op, reference):
+        index = ModelIndex.of(model, None)
+        for target in keys:
+            if isinstance(target, Target):
+                yield from ((target, site) for site in index.sites(target))
+
+
+def _models(op: str, reference: Any) -> Iterator[tuple[nn.Module, Iterable[Any]]]:
+    """Models, and what a mapping's keys mean in them."""
+    for model, own in getattr(reference, "places", tuple)():
+        yield model, map(resolve_target, own)
+    keys = [key for key, of in DEFAULT_KERNEL_CONFIG.items() if isinstance(of, KernelChoice) and of.op == op]
+    for preset in presets.PRESETS if keys else ():
+        model = presets.build(preset, device="meta")
+        # Only those whose Python module is imported by now: a target of another family has no site here.
+        yield model, (resolve_target(key, importing=False) for key in keys)
+
+
 def findings(op: str, backend: str, impl: KernelImpl, device: torch.device) -> Iterator[Finding]:
-    """Runs a backend in every variant and dtype; it must be available."""
+    """Runs a backend in every variant and dtype; it must be available.
+
+    Raises:
+        ValueError: no place of the op is known.
+    """
     for place in places(op):
         for dtype in DTYPES:
             site = dataclasses.replace(place.site, device=device, dtype=dtype)
@@ -150,17 +190,37 @@ def _judge(finding: Finding, op: str, site: Site, kernel: Kernel) -> None:
     reference = registry.reference_of(op)
     exact = reference.build(site.variant, torch.float64)
     exact = exact.forward if isinstance(exact, type) else exact  # type: ignore[attr-defined]
-    trial = _Trial(finding, site, exact, within_domain(kernel), reference.example(site, site.variant))
-    for layout in LAYOUTS:
-        medians = trial.medians(layout, SCALES)
+    example = reference.example(site, site.variant)
+    trial = _Trial(finding, site, exact, within_domain(kernel), example)
+    for way in _ways(example):
+        medians = trial.medians(way, SCALES)
         if any(1 < median <= SURE for median in medians.values()):
-            again = trial.medians(layout, MORE_SCALES)
+            again = trial.medians(way, MORE_SCALES)
             medians |= {name: again[name] for name, median in medians.items() if 1 < median <= SURE and name in again}
         for name, median in medians.items():
-            finding.used[layout, name] = median
+            finding.used[way.name, name] = median
             if median > 1:
-                finding.problems.append(f"{layout}: {name} is off: {median:.4g} times the allowed error")
+                finding.problems.append(f"{way.name}: {name} is off: {median:.4g} times the allowed error")
     finding.problems[:] = dict.fromkeys(finding.problems)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How a kernel is called: a layout, or contiguously with some of the gradients asked for."""
+
+    name: str
+    arrange: Callable[[torch.Tensor], torch.Tensor]
+    gradients: Sequence[str] | None = None
+
+
+def _ways(example: Example) -> Iterator[_Way]:
+    """A backward that makes more than is asked for fails nowhere; one that makes less, or something else, does here."""
+    for name, arrange in LAYOUTS.items():
+        yield _Way(name, arrange)
+    contiguous = LAYOUTS["contiguous"]
+    names = gradient_names(example)
+    yield _Way("without gradients", contiguous, ())
+    yield from (_Way(f"{name} alone", contiguous, (name,)) for name in names if len(names) > 1)
 
 
 @dataclass(frozen=True)
@@ -173,26 +233,27 @@ class _Trial:
     kernel: Callable[..., Any]
     example: Example
 
-    def medians(self, layout: str, scales: Sequence[float]) -> dict[str, float]:
+    def medians(self, way: _Way, scales: Sequence[float]) -> dict[str, float]:
         """Share of the allowed error by tensor; empty where nothing could be compared."""
         shares: dict[str, list[float]] = {}
-        dtype, arrange = self.site.dtype or torch.float32, LAYOUTS[layout]
+        dtype, device = self.site.dtype or torch.float32, self.site.device
         for scale in scales:
             scaled = rounded(_scaled(self.example, scale), dtype)
             try:
-                original = run_call(self.site.original, scaled, dtype, self.site.device, arrange=arrange)
-            except Exception:  # no model gives it that layout, or it has no kernel for that dtype here
+                original = run_call(self.site.original, scaled, dtype, device, way.gradients, way.arrange)
+            except Exception as error:  # no model gives it that layout, or it has no kernel for that dtype here
+                self.finding.skipped[way.name] = str(Reason.of_error(error, "raised", "the original"))
                 return {}
-            judge = run_call(self.exact, scaled, torch.float64, torch.device("cpu"))
+            judge = run_call(self.exact, scaled, torch.float64, torch.device("cpu"), way.gradients)
             try:
-                ours = run_call(self.kernel, scaled, dtype, self.site.device, arrange=arrange)
+                ours = run_call(self.kernel, scaled, dtype, device, way.gradients, way.arrange)
             except OutOfDomain as domain:
-                self.finding.declined[layout] = str(domain)
+                self.finding.declined[way.name] = str(domain)
                 return {}
             except Exception as error:
-                self.finding.problems.append(f"{layout}: {Reason.of_error(error, 'raised', 'it')}")
+                self.finding.problems.append(f"{way.name}: {Reason.of_error(error, 'raised', 'it')}")
                 return {}
-            self.finding.problems += [f"{layout}: {problem}" for problem in _broken(ours, original)]
+            self.finding.problems += [f"{way.name}: {problem}" for problem in _broken(ours, original)]
             for name in original.keys() & judge.keys() & ours.keys():
                 shares.setdefault(name, []).append(allowed_error_used(ours[name], original[name], judge[name]))
         return {name: statistics.median(shares[name]) for name in original if name in shares}
@@ -205,8 +266,9 @@ def _broken(ours: Results, original: Results) -> Iterator[str]:
     missing = sorted(original.keys() - ours.keys())
     if missing:
         yield f"it gives no {', '.join(missing)}"
-    if any(not torch.equal(one, other) for one, other in zip(ours.read, original.read, strict=False)):
-        yield "it writes into an argument or an incoming gradient"
+    for name in ours.read.keys() & original.read.keys():
+        if not torch.equal(ours.read[name], original.read[name]):
+            yield f"it writes into {name}, or into the memory around"
 
 
 def _scaled(example: Example, scale: float) -> Example:

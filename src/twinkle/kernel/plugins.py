@@ -43,18 +43,18 @@ def declared() -> list[Declared]:
 
 
 _loaded: set[tuple[str, str]] = set()
-_errors: dict[str, Reason] | None = None
+_errors: dict[tuple[str, str], Reason] | None = None
 _scanning = False
 
 
-def load_plugins(refresh: bool = False) -> dict[str, Reason]:
+def load_plugins(refresh: bool = False) -> dict[tuple[str, str], Reason]:
     """Scans the entry points of ``twinkle.kernel_ops`` (once, unless ``refresh``) and calls what they name.
 
     An entry point names a function without arguments that registers ops or backends. Of a broken one nothing stays
     registered. One that builds on another's op may come before it.
 
     Returns:
-        the ones that could not be loaded, by name, with the reason.
+        the ones that could not be loaded, by name and value (two distributions may use a name), with the reason.
     """
     from importlib.metadata import MetadataPathFinder
 
@@ -72,7 +72,7 @@ def load_plugins(refresh: bool = False) -> dict[str, Reason]:
     return dict(_errors)
 
 
-def _load_plugins() -> dict[str, Reason]:
+def _load_plugins() -> dict[tuple[str, str], Reason]:
     pending = [entry for entry in _entry_points() if (entry.name, entry.value) not in _loaded]
     while True:
         failed = [(entry, error) for entry in pending if (error := _load_plugin(entry)) is not None]
@@ -81,7 +81,7 @@ def _load_plugins() -> dict[str, Reason]:
         pending = [entry for entry, _ in failed]  # those that have loaded may have brought what these lack
     for entry, error in failed:
         logger.warning("%s (entry point %s = %s)", error, entry.name, entry.value)
-    return {entry.name: error for entry, error in failed}
+    return {(entry.name, entry.value): error for entry, error in failed}
 
 
 def _entry_points() -> list[EntryPoint]:
@@ -107,7 +107,7 @@ def _load_plugin(entry: EntryPoint) -> Reason | None:
         if not callable(register):
             raise TypeError(f"{entry.value} is a {type(register).__name__}, not a function that registers")
         register()
-    except Exception as error:  # somebody else's package must not take us down
+    except (Exception, SystemExit) as error:  # somebody else's package must not take us down
         for name in registry._OPS.keys() - implementations.keys():
             del registry._OPS[name]
         for name, known in implementations.items():

@@ -200,7 +200,8 @@ def get_op(name: str) -> OpDefinition:
     if name not in _OPS:
         _load_plugins(refresh=True)  # what brings it may have been installed since
     if name not in _OPS:
-        raise ValueError(f"unknown op {name!r}; known: {', '.join(sorted(_OPS))}{did_you_mean(name, _OPS)}")
+        text = f"unknown op {name!r}; known: {', '.join(sorted(_OPS))}{did_you_mean(name, _OPS)}"
+        raise ValueError("; ".join([text, *map(str, broken_plugins())]))
     return _OPS[name]
 
 
@@ -211,10 +212,15 @@ def ops() -> dict[str, OpDefinition]:
     return dict(sorted(_OPS.items()))
 
 
-def _load_plugins(refresh: bool = False) -> dict[str, Reason]:
+def _load_plugins(refresh: bool = False) -> dict[tuple[str, str], Reason]:
     from twinkle.kernel.plugins import load_plugins
 
     return load_plugins(refresh)
+
+
+def broken_plugins() -> tuple[Reason, ...]:
+    """Why packages of others that would bring ops or backends couldn't be loaded."""
+    return tuple(_load_plugins().values())
 
 
 def reference_of(op: str) -> Any:
@@ -246,8 +252,8 @@ def get_impl(op: str, backend: str) -> KernelImpl | Reason:
     close = "" if backend in known else did_you_mean(backend, known).removeprefix("; ")
     others = f"registered: {', '.join(registered)}" if registered else None
     text = f"backend {backend} is not registered for op {op}"
-    broken = {} if backend in known else _load_plugins()  # it may be what one of them would have brought
-    return Reason("not-registered", "; ".join([text, *map(str, broken.values())]), close or others)
+    broken = () if backend in known else broken_plugins()  # it may be what one of them would have brought
+    return Reason("not-registered", "; ".join([text, *map(str, broken)]), close or others)
 
 
 class lazy_import:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,11 +22,12 @@ class Results(dict[str, torch.Tensor]):
 
     Attributes:
         structure: what the outputs came in, e.g. ``"a tensor"``.
-        read: the arguments and the incoming gradients, as they are afterwards.
+        read: by name the arguments, the weights and the incoming gradients, as they are afterwards: the bytes of all
+            the memory that they lie in, gaps included.
     """
 
     structure: str
-    read: list[torch.Tensor]
+    read: dict[str, torch.Tensor]
 
 
 def run_call(
@@ -34,7 +35,7 @@ def run_call(
     example: Example,
     dtype: torch.dtype,
     device: torch.device,
-    backward: bool = True,
+    gradients: Collection[str] | None = None,
     arrange: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Results:
     """Calls an implementation on an example and differentiates the result.
@@ -43,78 +44,99 @@ def run_call(
         function: takes the example's module first when there is one.
         dtype: of inputs and weights; the caller has rounded the values to the dtype that is judged.
         device: where to run.
-        backward: without it, nothing requires a gradient.
+        gradients: names of those that are asked for, see :func:`gradient_names`; all of them when None. Nothing else
+            requires one; with none, autograd is off.
         arrange: gives a tensor of the same values in another layout, for the floating-point arguments and the incoming
             gradients.
     """
-    module, parameters = _materialise(example, dtype, device, backward)
     arrange = arrange or torch.clone
-    fixed = example.fixed
-    args = [_as_input(a, dtype, device, arrange, backward and i not in fixed) for i, a in enumerate(example.args)]
-    kwargs = {k: _as_input(v, dtype, device, arrange, backward) for k, v in example.kwargs.items()}
-    call_args = args if module is None else [module, *args]
+    module = None if example.module is None else copy.deepcopy(example.module).to(device)
+    args = [_as_input(value, dtype, device, arrange) for value in example.args]
+    kwargs = {name: _as_input(value, dtype, device, arrange) for name, value in example.kwargs.items()}
+    parameters = {} if module is None else dict(module.named_parameters())
+    for parameter in parameters.values():
+        parameter.data = parameter.data.to(dtype)
+        parameter.requires_grad_(False)
+    wrt = {
+        name: tensor
+        for name, tensor in _differentiable(example, args, kwargs, parameters).items()
+        if gradients is None or name in gradients
+    }
+    for tensor in wrt.values():
+        tensor.requires_grad_()
     # There is no autocast for meta.
     autocast = torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False)
-    with torch.set_grad_enabled(backward), autocast:
-        outputs = function(*call_args, **kwargs)
+    with torch.set_grad_enabled(bool(wrt)), autocast:
+        outputs = function(*([] if module is None else [module]), *args, **kwargs)
     flat = [outputs] if isinstance(outputs, torch.Tensor) else outputs
     if not isinstance(flat, (tuple, list)):
         raise TypeError(f"it returns {outputs!r:.60}, not a tensor or a tuple")
     flat = [output for output in flat if isinstance(output, torch.Tensor)]
     results = {f"output {i}": o for i, o in enumerate(flat)}
-    wrt = {f"gradient of input {i}": a for i, a in enumerate(args) if _differentiable(a)} | {
-        f"gradient of {name}": p for name, p in parameters.items()
+    # By its place among all outputs: an implementation may say of more outputs than the original that they have one.
+    seeds = {
+        place: arrange(random_tensor(*output.shape, seed=90 + place).to(output))
+        for place, output in enumerate(flat)
+        if output.requires_grad
     }
-    differentiated = [o for o in flat if o.requires_grad]
-    seeds: list[torch.Tensor] = []
-    if wrt and differentiated:
-        seeds = [arrange(random_tensor(*o.shape, seed=90 + i).to(o)) for i, o in enumerate(differentiated)]
-        gradients = torch.autograd.grad(differentiated, list(wrt.values()), seeds, allow_unused=True)
-        results |= {name: g for name, g in zip(wrt, gradients, strict=True) if g is not None}
-    found = Results({name: value.detach().clone() for name, value in results.items()})
-    found.read = [value.detach() for value in (*args, *kwargs.values(), *seeds) if isinstance(value, torch.Tensor)]
+    if wrt and seeds:
+        differentiated = [flat[place] for place in seeds]
+        found = torch.autograd.grad(differentiated, list(wrt.values()), list(seeds.values()), allow_unused=True)
+        results |= {name: g for name, g in zip(wrt, found, strict=True) if g is not None}
+    buffers = {} if module is None else dict(module.named_buffers())
+    read = {
+        **{f"argument {place}": value for place, value in enumerate(args)},
+        **{f"argument {name}": value for name, value in kwargs.items()},
+        **{f"the module's {name}": value for name, value in [*parameters.items(), *buffers.items()]},
+        **{f"the incoming gradient of output {place}": value for place, value in seeds.items()},
+    }
+    told = Results({name: value.detach().clone() for name, value in results.items()})
+    told.read = {name: _memory(value) for name, value in read.items() if isinstance(value, torch.Tensor)}
     one = isinstance(outputs, torch.Tensor)
-    found.structure = "a tensor" if one else f"a {type(outputs).__name__} of {len(outputs)}"
-    return found
+    told.structure = "a tensor" if one else f"a {type(outputs).__name__} of {len(outputs)}"
+    return told
 
 
-def _materialise(
-    example: Example, dtype: torch.dtype, device: torch.device, differentiable: bool
-) -> tuple[Any, dict[str, nn.Parameter]]:
-    if example.module is None:
-        return None, {}
-    module = copy.deepcopy(example.module).to(device)
-    parameters = dict(module.named_parameters())
-    for parameter in parameters.values():
-        parameter.data = parameter.data.to(dtype)
-        parameter.requires_grad_(differentiable)
-    return module, parameters
+def gradient_names(example: Example) -> list[str]:
+    """The gradients that an example has, by the names that :func:`run_call` gives them."""
+    parameters = {} if example.module is None else dict(example.module.named_parameters())
+    return list(_differentiable(example, example.args, example.kwargs, parameters))
+
+
+def _differentiable(
+    example: Example, args: Sequence[Any], kwargs: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]
+) -> dict[str, torch.Tensor]:
+    """What has a gradient, by its name."""
+    found = {f"gradient of input {place}": value for place, value in enumerate(args) if place not in example.fixed}
+    found |= {f"gradient of argument {name}": value for name, value in kwargs.items()}
+    found |= {f"gradient of {name}": value for name, value in parameters.items()}
+    return {name: value for name, value in found.items() if _is_floating(value)}
 
 
 def _as_input(
-    value: Any,
-    dtype: torch.dtype,
-    device: torch.device,
-    arrange: Callable[[torch.Tensor], torch.Tensor],
-    differentiable: bool = True,
+    value: Any, dtype: torch.dtype, device: torch.device, arrange: Callable[[torch.Tensor], torch.Tensor]
 ) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    if not value.is_floating_point():
-        return value.to(device)
-    return arrange(value.to(device, dtype).detach()).requires_grad_(differentiable)
+    return arrange(value.detach().to(device, dtype)) if _is_floating(value) else value.to(device).clone()
 
 
-def _differentiable(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _memory(value: torch.Tensor) -> torch.Tensor:
+    """All bytes of the memory that a tensor lies in; shared, not copied."""
+    if value.device.type == "meta":
+        return value.detach()
+    return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.detach().untyped_storage())
 
 
 def rounded(example: Example, dtype: torch.dtype) -> Example:
     """The example with every value rounded to ``dtype``, so that all runs start from the same numbers."""
 
     def narrowed(value: Any) -> Any:
-        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(dtype).to(torch.float64) if is_float else value
+        return value.to(dtype).to(torch.float64) if _is_floating(value) else value
 
     twin = copy.deepcopy(example)
     twin.args = tuple(narrowed(a) for a in example.args)

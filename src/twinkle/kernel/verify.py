@@ -102,7 +102,7 @@ def check_site(site: Site, kernel: Kernel, op: str | None) -> Reason | None:
     except OutOfDomain:
         # Perhaps it has no backward.
         try:
-            ours = run_call(call, example, dtype, site.device, backward=False)
+            ours = run_call(call, example, dtype, site.device, gradients=())
         except OutOfDomain as domain:
             return _unverified(f"it leaves small inputs to the original: {domain}")
         except Exception as error:
@@ -155,11 +155,11 @@ def fits_in_place(site: Site, kernel: Kernel) -> Reason | None:
         return None
     dtype = site.dtype or torch.float32
     try:
-        original = run_call(site.original, known[2], dtype, site.device, backward=False)
+        original = run_call(site.original, known[2], dtype, site.device, gradients=())
     except Exception:  # the example isn't one for this site after all
         return None
     try:
-        ours = run_call(within_domain(kernel), known[2], dtype, site.device, backward=False)
+        ours = run_call(within_domain(kernel), known[2], dtype, site.device, gradients=())
     except OutOfDomain:
         return None
     except Exception as error:

@@ -7,7 +7,10 @@ An op's reference module tells what a place in a model computes, so that a kerne
   gives the judge's version of it.
 - ``example(site, variant) -> Example``: small inputs to compare two implementations on.
 - ``REPLACES``: ``"function"`` when the op takes the place of functions; without it, it takes that of methods.
-- ``original``: of an op with a logical name, whose places its installer finds: what its kernels are compared with.
+- ``original``: what kernels are compared with where no model shows it: of an op with a logical name, whose places its
+  installer finds, or one whose places only other versions of transformers have.
+- ``places() -> [(model, keys)]``: small models, and keys of a mapping that name the op's places in them. Only for an op
+  that the default mapping doesn't give to the presets, so that a backend of it can be verified by itself.
 
 Importing this package registers the ops and imports neither torch nor any backend.
 """

@@ -23,6 +23,7 @@ from twinkle.kernel.ops.triton_support import call_reason as tensors_reason
 from twinkle.kernel.ops.triton_support import device_reason
 from twinkle.kernel.ops.worthwhile import slower_for
 from twinkle.reasons import Reason
+from twinkle.triton_programs import interpreted
 
 if TYPE_CHECKING:
     from twinkle.kernel.targets import Site
@@ -41,6 +42,13 @@ def _results(
 def products_for(x: torch.Tensor, stacks: Stacks, variant: MoeExpertsVariant) -> Any:
     """Whose matrix products serve: PyTorch's where they can."""
     return torch_products if torch_products.fits(x, stacks, variant) else triton_products
+
+
+def _interpreter_reason(x: torch.Tensor, stacks: Stacks, variant: MoeExpertsVariant) -> str | None:
+    """Why Triton's interpreter can't have a call: our own products need ``tl.dot``."""
+    if not interpreted() or products_for(x, stacks, variant) is not triton_products or launch.multiplies(x.dtype):
+        return None
+    return f"Triton's interpreter gives wrong products of {x.dtype}"
 
 
 def _gradients(
@@ -118,6 +126,7 @@ def load(target: Any, site: Site) -> type[nn.Module]:
             other_implementation(self, variant)
             or tensors_reason(hidden_states, top_k_weights, *stacks)
             or call_reason(hidden_states, top_k_index, top_k_weights, stacks)
+            or _interpreter_reason(hidden_states, stacks, variant)
             or slower(hidden_states)
         )
 

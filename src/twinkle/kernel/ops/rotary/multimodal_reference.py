@@ -64,6 +64,10 @@ def build(variant: MultimodalRotaryVariant, compute_dtype: torch.dtype | None = 
     return reference_multimodal_rotary
 
 
+original = build(MultimodalRotaryVariant())
+"""No model of the versions of transformers that we support calls such a function."""
+
+
 def example(site: Site, variant: MultimodalRotaryVariant) -> Example:
     """Heads of 16 channels, sections (2, 3, 3)."""
     q, k = random_tensor(2, 4, 5, 16, seed=1), random_tensor(2, 2, 5, 16, seed=2)
