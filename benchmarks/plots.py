@@ -24,6 +24,9 @@ COLOURS = {
     "triton": ("#c8442c", "#ff8f6b"),
     "twinkle": ("#c8442c", "#ff8f6b"),
     "twinkle+fused_ce": ("#e07a3a", "#ffb067"),
+    "twinkle+fused": ("#a83a5b", "#f08fae"),
+    "twinkle+fused+fused_ce": ("#d9567d", "#ffb3cb"),
+    "twinkle+fused+fused_ce+compile": ("#7a1f3d", "#f7cfdc"),
     "twinkle+compile": ("#8c2615", "#ffb79f"),
     "twinkle+fused_ce+compile": ("#6a3d1a", "#f3cfa6"),
 }

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import json
 import os
 import re
@@ -144,12 +143,13 @@ def _no_liger() -> Reason | None:
     return None if usable else why
 
 
-def _kernelize(model: Any, **more: tuple[str, tuple[str, ...]]) -> str:
-    """Our default mapping, with further entries by logical name; says what serves."""
-    from twinkle.kernel import DEFAULT_KERNEL_CONFIG, KernelChoice, kernelize
+def _kernelize(model: Any, *opt_in: str) -> str:
+    """Our default mapping, with opt-in entries; says what serves."""
+    from twinkle.kernel import DEFAULT_KERNEL_CONFIG, kernelize
+    from twinkle.kernel.config import OPT_IN_KERNEL_CONFIG
     from twinkle.kernel.report import report
 
-    mapping = {**DEFAULT_KERNEL_CONFIG, **{name: KernelChoice(*choice) for name, choice in more.items()}}
+    mapping = {**DEFAULT_KERNEL_CONFIG, **{key: OPT_IN_KERNEL_CONFIG[key] for key in opt_in}}
     instances: dict[str, int] = {}
     for row in report(kernelize(model, mapping)).rows:
         if row.state == "installed":
@@ -157,7 +157,11 @@ def _kernelize(model: Any, **more: tuple[str, tuple[str, ...]]) -> str:
     return ", ".join(f"{what} x{number}" for what, number in sorted(instances.items())) or "nothing was replaced"
 
 
-_with_fused_loss = functools.partial(_kernelize, fused_ce=("causal_lm_loss", ("triton", "torch")))
+def _with(*opt_in: str) -> Callable[[Any], str]:
+    return lambda model: _kernelize(model, *opt_in)
+
+
+_NORMS = ("fused_qk", "fused_add_norm")
 
 
 @dataclass(frozen=True)
@@ -181,11 +185,14 @@ class Candidate:
 CANDIDATES: dict[str, Candidate] = {
     ORIGINAL: Candidate(),
     "twinkle": Candidate(after=_kernelize),
-    "twinkle+fused_ce": Candidate(after=_with_fused_loss),
+    "twinkle+fused": Candidate(after=_with(*_NORMS)),
+    "twinkle+fused_ce": Candidate(after=_with("fused_ce")),
+    "twinkle+fused+fused_ce": Candidate(after=_with(*_NORMS, "fused_ce")),
     "liger": Candidate(before=_patch_liger, missing=_no_liger),
     "compile": Candidate(compiled=True),
     "twinkle+compile": Candidate(after=_kernelize, compiled=True),
-    "twinkle+fused_ce+compile": Candidate(after=_with_fused_loss, compiled=True),
+    "twinkle+fused_ce+compile": Candidate(after=_with("fused_ce"), compiled=True),
+    "twinkle+fused+fused_ce+compile": Candidate(after=_with(*_NORMS, "fused_ce"), compiled=True),
 }
 
 # --- the process of one candidate -------------------------------------------------------------------------------------

@@ -47,6 +47,9 @@ def candidates(op: str, direction: str, width: int) -> Iterator[tuple[int, ...]]
                 yield size, warps, programs, depth
     elif op == "glu":
         yield from itertools.product((512, 1024, 2048, 4096, 8192), (2, 4, 8, 16))
+    elif op == "qk_norm_rotary":
+        programs = (1,) if direction == "forward" else (2, 3, 4, 6, 8)
+        yield from itertools.product((512, 1024, 2048, 4096), (2, 4, 8), programs)
     else:
         yield from itertools.product((1024, 2048, 4096), (1, 2, 4, 8))
 
@@ -55,7 +58,7 @@ def distinct_programs(op: str, direction: str, width: int) -> Iterator[tuple[int
     """One candidate for each program that has to be compiled: those of a norm may differ in how many run at once."""
     seen = set()
     for candidate in candidates(op, direction, width):
-        compiled = (candidate[:2] + candidate[3:]) if op == "rms_norm" else candidate
+        compiled = (candidate[:2] + candidate[3:]) if op in ("rms_norm", "qk_norm_rotary") else candidate
         if compiled not in seen:
             seen.add(compiled)
             yield candidate
@@ -92,22 +95,34 @@ def runner(op: str, direction: str, width: int, elements: int) -> Callable[[], A
     k = torch.randn(4, length, 8, width, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
     cos, sin = (torch.randn(1, length, width, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     outputs = (torch.empty_like(q), torch.empty_like(k))
+    if op == "qk_norm_rotary":
+        from twinkle.kernel.ops.fused_norms import qk_launch
+
+        kind = qk_launch.Kind(1e-6, 1e-6, 0.0, "before", 1)
+        weights = tuple(torch.randn(width, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        if direction == "forward":
+            call = qk_launch.forward(Program, q, k, outputs, cos, sin, kind)
+            return lambda: call(q, k, *outputs, *weights, cos, sin)
+        dq, dk, *dw = (torch.empty_like(t) for t in (q, k, *weights))
+        call = qk_launch.backward(Program, workspace, outputs, q, k, dq, dk, cos, sin, kind, True)
+        return lambda: call(*outputs, q, k, dq, dk, *weights, cos, sin, *dw)
     call = rotary._launched(Program, (q, k), outputs, cos, sin, 0, 1, direction == "backward")
     return lambda: call(q, k, *outputs, cos, sin)
 
 
 def use(op: str, configuration: tuple[int, ...]) -> None:
     """Makes a kernel's launches use a configuration."""
+    from twinkle.kernel.ops.fused_norms import qk_launch
     from twinkle.kernel.ops.glu import triton as glu
     from twinkle.kernel.ops.rms_norm import triton_launch as rms_norm
     from twinkle.kernel.ops.rotary import triton as rotary
 
-    module = {"rms_norm": rms_norm, "glu": glu, "rotary": rotary}[op]
+    module = {"rms_norm": rms_norm, "glu": glu, "rotary": rotary, "qk_norm_rotary": qk_launch}[op]
     module.tuned = lambda *_: configuration  # type: ignore[attr-defined]
 
 
 def widths(op: str) -> tuple[int, ...]:
-    return {"rms_norm": WIDTHS or NORM_WIDTHS, "glu": (12288,), "rotary": (128,)}[op]
+    return {"rms_norm": WIDTHS or NORM_WIDTHS, "glu": (12288,), "rotary": (128,), "qk_norm_rotary": (128,)}[op]
 
 
 def _compile(job: tuple[str, str, int, list[tuple[int, ...]]]) -> None:
@@ -162,7 +177,7 @@ def _one_line(match: re.Match[str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--op", action="append", choices=("rms_norm", "glu", "rotary"))
+    parser.add_argument("--op", action="append", choices=("rms_norm", "glu", "rotary", "qk_norm_rotary"))
     parser.add_argument("--direction", action="append", choices=("forward", "backward"))
     parser.add_argument("--width", action="append", type=int)
     parser.add_argument("--budget", type=float, default=240.0)

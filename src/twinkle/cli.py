@@ -219,7 +219,7 @@ def bench(
         typer.Option(
             "--also",
             metavar="NAMES",
-            help="MODEL: measure these too: a backend, e.g. inductor, or an opt-in entry: fused_ce.",
+            help="MODEL: measure these too: a backend, e.g. inductor, or an opt-in entry, e.g. fused_ce or fused_qk.",
             show_default=False,
         ),
     ] = None,

@@ -18,6 +18,8 @@ from torch import nn
 from tests.support.triton_device import DEVICE, by_device, laid_out
 from twinkle import presets
 from twinkle.kernel import DEFAULT_KERNEL_CONFIG, kernelize
+from twinkle.kernel.ops.fused_norms.add_triton import add_rms_norm
+from twinkle.kernel.ops.fused_norms.qk_triton import qk_norm_rotary
 from twinkle.kernel.ops.glu.triton import fused_glu, glu
 from twinkle.kernel.ops.rms_norm.triton import rms_norm
 from twinkle.kernel.ops.rotary.reference import DIALECTS, SIGNATURES, RotaryVariant
@@ -88,6 +90,24 @@ def rotary_case(number: int, heads_at: int, length: int) -> tuple[Any, dict[str,
     return lambda q, k, cos, sin: function(q, k, cos, sin, unsqueeze_dim=heads_at), inputs, {"q", "k"}
 
 
+def qk_case(heads_at: int, length: int, frozen: bool = False) -> tuple[Any, dict[str, Any], set[str]]:
+    head_dim = by_device(8, 64)
+    inputs = {n: tensor(2, length, 3 - i, head_dim, seed=i) for i, n in enumerate("qk")}
+    if heads_at == 1:
+        inputs = {name: t.transpose(1, 2) for name, t in inputs.items()}
+    inputs |= {n: tensor(head_dim, seed=2 + i) for i, n in enumerate(("q_weight", "k_weight"))}
+    inputs |= {n: tensor(1, length, head_dim // 2, seed=4 + i) for i, n in enumerate(("cos", "sin"))}
+    options: Any = {"q_eps": 1e-5, "k_eps": 1e-5, "offset": 0.0, "cast": "before", "heads_at": heads_at}
+    return lambda **given: qk_norm_rotary(**given, **options), inputs, {"q", "k", *({} if frozen else {"q_weight"})}
+
+
+def add_case(length: int) -> tuple[Any, dict[str, Any], set[str]]:
+    inputs = {n: tensor(2, length, WIDTH, seed=i) for i, n in enumerate(("residual", "summand"))}
+    inputs["weight"] = tensor(WIDTH, seed=3)
+    options: Any = {"eps": 1e-5, "offset": 1.0, "cast": "after"}
+    return lambda residual, summand, weight: add_rms_norm(residual, summand, weight, **options), inputs, set(inputs)
+
+
 CASES: dict[str, Callable[[int], tuple[Any, dict[str, Any], set[str]]]] = {
     "norm": lambda length: norm_case(0.0, "before", length),
     "norm, 1 + w": lambda length: norm_case(1.0, "after", length),
@@ -99,6 +119,9 @@ CASES: dict[str, Callable[[int], tuple[Any, dict[str, Any], set[str]]]] = {
     "rotary": lambda length: rotary_case(0, 1, length),
     "rotary, pairs to halves": lambda length: rotary_case(7, 1, length),
     "rotary, heads last": lambda length: rotary_case(8, 2, length),
+    "norms and rotary": lambda length: qk_case(2, length),
+    "norms and rotary, heads first": lambda length: qk_case(1, length, frozen=True),
+    "sum and norm": add_case,
 }
 
 
@@ -123,7 +146,10 @@ def test_a_compiled_function_gives_the_same_numbers_in_one_graph(name: str) -> N
     torch.testing.assert_close(run(compiled, inputs, needed), run(function, inputs, needed), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ("norm", "gated norm", "glu", "fused glu", "rotary", "rotary, heads last"))
+@pytest.mark.parametrize(
+    "name",
+    ("norm", "gated norm", "glu", "fused glu", "rotary", "rotary, heads last", "norms and rotary", "sum and norm"),
+)
 def test_one_program_serves_all_lengths(name: str) -> None:
     lengths = by_device((5, 6, 7), (130, 5, 3000))  # none is another dimension's size
     function = CASES[name](lengths[0])[0]
@@ -170,6 +196,23 @@ def test_opcheck_of_the_rotation(number: int) -> None:
     q, k, cos, sin = (inputs[name] for name in ("q", "k", "cos", "sin"))
     _opcheck("rotary", q.detach().requires_grad_(), k.detach().requires_grad_(), cos, sin, number, 1, False)
     _opcheck("rotary", q, q.new_empty(0, 0, 0, 0), cos, sin, number, 1, True)
+
+
+@pytest.mark.parametrize("heads_at", (1, 2))
+def test_opcheck_of_norms_and_rotary(heads_at: int) -> None:
+    _, inputs, _ = qk_case(heads_at, 2)
+    leaves = [t.detach().clone().requires_grad_(name[0] in "qk") for name, t in inputs.items()]
+    _opcheck("qk_norm_rotary", *leaves, 1e-5, 1e-5, 0.0, "before", heads_at)
+    plain = list(inputs.values())
+    for needs_dw in (True, False):
+        _opcheck("qk_norm_rotary_backward", *plain[:2], *plain, 1e-5, 1e-5, 0.0, heads_at, needs_dw)
+
+
+def test_opcheck_of_a_sum_and_its_norm() -> None:
+    x, weight = tensor(2, 3, 16, seed=1), tensor(16, seed=2)
+    _opcheck("add_rms_norm", *[t.clone().requires_grad_() for t in (x, x, weight)], 1e-5, 0.0, "before")
+    for needs_dw in (True, False):
+        _opcheck("add_rms_norm_backward", x, x, x, weight, torch.ones(6, device=DEVICE), 0.0, needs_dw)
 
 
 def test_the_backward_of_the_backward_operator_turns_forward() -> None:

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 import torch
 
 from tests.support.gpu_compiler import compiled_for_gpu
+from twinkle.kernel.ops.fused_norms import add_kernels, qk_kernels
 from twinkle.kernel.ops.moe import triton_block, triton_kernels, triton_launch, triton_router, triton_routing
 from twinkle.loss import triton_token_losses
 
@@ -115,6 +116,30 @@ def test_the_shared_expert(dtype: str) -> None:
     types = dict.fromkeys((f"{name}_ptr" for name in names), f"*{dtype}")
     for function in (triton_block.join_kernel, triton_block.join_backward_kernel):
         assert compiled_for_gpu(function, types, {"COLUMNS": 1024}, num_warps=4).asm["cubin"]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(("cast", "offset"), [("before", 0.0), ("after", 1.0)])
+@pytest.mark.parametrize("rest", [0, 128])
+def test_norms_and_rotary(dtype: str, cast: str, offset: float, rest: int) -> None:
+    names = ("q", "k", "q_out", "k_out", "qw", "kw", "cos", "sin", "dq_out", "dk_out", "dq", "dk", "dqw", "dkw")
+    types = dict.fromkeys((f"{name}_ptr" for name in names), f"*{dtype}")
+    types |= {"partial_ptr": "*fp32", "arrived_ptr": "*i32", "q_eps": "fp32", "k_eps": "fp32"}
+    shape = {"OFFSET": offset, "Q_HEADS": 8, "K_HEADS": 4, "PAIRS": 64, "REST": rest, "FAR": False}
+    assert compiled_for_gpu(qk_kernels.forward_kernel, types, {**shape, "CAST": cast}, num_warps=4).asm["cubin"]
+    sums = {"NEEDS_DW": True, "GROUP": 16, "WEIGHTS": 256}
+    assert compiled_for_gpu(qk_kernels.backward_kernel, types, {**shape, **sums}, num_warps=4).asm["cubin"]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_sum_and_its_norm(dtype: str) -> None:
+    names = ("residual", "summand", "w", "total", "y", "dtotal", "dy", "dx", "dw")
+    types = dict.fromkeys((f"{name}_ptr" for name in names), f"*{dtype}")
+    types |= {"rstd_ptr": "*fp32", "partial_ptr": "*fp32", "arrived_ptr": "*i32", "eps": "fp32"}
+    shape = {"OFFSET": 0.0, "ROWS": 2, "BLOCK": 1024}
+    assert compiled_for_gpu(add_kernels.forward_kernel, types, {**shape, "CAST": "before"}, num_warps=4).asm["cubin"]
+    sums = {"NEEDS_DW": True, "GROUP": 16, "STAGES": 3}
+    assert compiled_for_gpu(add_kernels.backward_kernel, types, {**shape, **sums}, num_warps=4).asm["cubin"]
 
 
 def test_experts_of_another_kind() -> None:

@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
+from twinkle.kernel.ops.fused_norms import add_triton, qk_triton
 from twinkle.kernel.ops.glu import triton as glu
 from twinkle.kernel.ops.rms_norm import triton as rms_norm
 from twinkle.kernel.ops.rms_norm import triton_launch
@@ -153,7 +154,8 @@ def layouts_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
     original = triton_launch.backward
     monkeypatch.setattr(triton_launch, "backward", backward)
-    for backend, name in ((rms_norm, "_layouts"), (glu, "_programs"), (rotary, "_programs")):
+    layouts = [(backend, "_layouts") for backend in (rms_norm, qk_triton, add_triton)]
+    for backend, name in (*layouts, (glu, "_programs"), (rotary, "_programs")):
         monkeypatch.setattr(backend, name, _memories.setdefault(backend.__name__, _Distrustful()))
 
 

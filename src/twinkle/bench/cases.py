@@ -6,6 +6,7 @@ of an MLP are stubs that return a given tensor, so only the activation and the p
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import math
@@ -16,6 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from twinkle.kernel.ops import triton_support
+from twinkle.kernel.targets import Site
 
 Shape = tuple[int, ...]
 
@@ -30,6 +34,8 @@ class Subject:
         leaves: the tensors that get gradients. Some of Liger's kernels write their gradients over them; times don't
             depend on the values.
         peers: further candidates, called with ``args``.
+        kwargs: what an op with an installer gets besides, which says what it is to compute.
+        original: of such an op, what transformers' own modules make of ``args``.
         floors: what takes the same arguments but does next to nothing: the least that any candidate can cost.
     """
 
@@ -38,6 +44,8 @@ class Subject:
     leaves: list[torch.Tensor]
     peers: dict[str, Callable[..., Any]] = field(default_factory=dict)
     floors: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    original: Callable[..., Any] | None = None
 
     @property
     def call_args(self) -> tuple[Any, ...]:
@@ -120,13 +128,82 @@ def rotary(function: Any, shape: Shape, dtype: torch.dtype, device: torch.device
     return Subject(None, (q, k, angles.cos().to(dtype), angles.sin().to(dtype)), leaves)
 
 
+ONE_BY_ONE = "triton, one by one"
+"""What a fused kernel has to beat: the Triton kernels of its parts."""
+
+
+def qk_norm_rotary(_: Any, shape: Shape, dtype: torch.dtype, device: torch.device) -> Subject:
+    """Norms and rotary of ``(batch, positions, query heads, key heads, channels)``, as Qwen3's attention has them."""
+    qwen3 = importlib.import_module("transformers.models.qwen3.modeling_qwen3")
+    batch, length, heads, key_heads, channels = shape
+    leaves = [_random((batch, length, n, channels), dtype, device) for n in (heads, key_heads)]
+    norms = [norm(qwen3.Qwen3RMSNorm, (1, channels), dtype, device, peer=False).module for _ in leaves]
+    weights: Any = [module.weight for module in norms if module is not None]
+    angles = torch.randn(1, length, channels // 2, device=device).repeat(1, 1, 2)
+    tables = angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def one_after_another(norms: Any, rotary: Any, q: torch.Tensor, k: torch.Tensor, *rest: torch.Tensor) -> Any:
+        q, k = (norm(x).transpose(1, 2) for norm, x in zip(norms, (q, k), strict=True))
+        return rotary(q, k, *rest[2:])
+
+    peers: dict[str, Callable[..., Any]] = {}
+    if triton_support.available()[0]:
+        ours = [functools.partial(_triton_norm, weight) for weight in weights]
+        peers[ONE_BY_ONE] = functools.partial(one_after_another, ours, _triton_rotary(qwen3, device, dtype))
+    return Subject(
+        None,
+        (*leaves, *weights, *tables),
+        [*leaves, *weights],
+        peers,
+        kwargs={"q_eps": 1e-6, "k_eps": 1e-6, "offset": 0.0, "cast": "before", "heads_at": 2},
+        original=functools.partial(one_after_another, norms, qwen3.apply_rotary_pos_emb),
+    )
+
+
+def add_rms_norm(_: Any, shape: Shape, dtype: torch.dtype, device: torch.device) -> Subject:
+    """A sum and its norm of ``[rows, width]``, as Qwen3's layers have them."""
+    qwen3 = importlib.import_module("transformers.models.qwen3.modeling_qwen3")
+    summands = [_random(shape, dtype, device) for _ in range(2)]
+    module: Any = norm(qwen3.Qwen3RMSNorm, shape, dtype, device, peer=False).module
+
+    def one_after_another(norm: Any, residual: torch.Tensor, summand: torch.Tensor, _: torch.Tensor) -> Any:
+        total = residual + summand
+        return total, norm(total)
+
+    peers: dict[str, Callable[..., Any]] = {}
+    if triton_support.available()[0]:
+        peers[ONE_BY_ONE] = functools.partial(one_after_another, functools.partial(_triton_norm, module.weight))
+    return Subject(
+        None,
+        (*summands, module.weight),
+        [*summands, module.weight],
+        peers,
+        kwargs={"eps": 1e-6, "offset": 0.0, "cast": "before"},
+        original=functools.partial(one_after_another, module),
+    )
+
+
+def _triton_norm(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    from twinkle.kernel.ops.rms_norm.triton import rms_norm
+
+    return rms_norm(x, weight, None, 1e-6, 0.0, "before")
+
+
+def _triton_rotary(family: Any, device: torch.device, dtype: torch.dtype) -> Callable[..., Any]:
+    from twinkle.kernel.ops.rotary import reference, triton
+
+    site = Site(None, "rotary", family, "rotary", family.apply_rotary_pos_emb, device, dtype)
+    return triton.load(None, dataclasses.replace(site, variant=reference.probe(site)))
+
+
 @dataclass(frozen=True)
 class Case:
     """One op in one variant.
 
     Attributes:
         op, variant: for the report.
-        target: below ``transformers.models``: the class, method or function that the op replaces.
+        target: below ``transformers.models``: the class, method or function that the op replaces; or the logical key of
+            an op with an installer.
         make: gives its inputs.
         every_shape: whether all shapes of the op are measured, or only the first.
     """
@@ -152,6 +229,8 @@ CASES = (
     Case("geglu", "gemma", "gemma.modeling_gemma.GemmaMLP.forward", mlp, True),
     Case("rotary", "llama", "llama.modeling_llama.apply_rotary_pos_emb", rotary, True),
     Case("rotary", "glm4-partial", "glm4.modeling_glm4.apply_rotary_pos_emb", _partial),
+    Case("qk_norm_rotary", "qwen3", "fused_qk", qk_norm_rotary, True),
+    Case("add_rms_norm", "qwen3", "fused_add_norm", add_rms_norm, True),
 )
 
 OPS = tuple(dict.fromkeys(case.op for case in CASES))
@@ -165,6 +244,8 @@ SMALL: Shapes = {
     "swiglu": ((64, 128),),
     "geglu": ((64, 128),),
     "rotary": ((1, 16, 4, 2, 64),),
+    "qk_norm_rotary": ((1, 16, 4, 2, 64),),
+    "add_rms_norm": ((64, 128),),
 }
 """So small that the host's work is all there is."""
 
@@ -175,6 +256,8 @@ LARGE: dict[str, Shapes] = {
         "swiglu": ((16384, 12288),),
         "geglu": ((16384, 12288),),
         "rotary": ((4, 4096, 32, 8, 128),),
+        "qk_norm_rotary": ((4, 4096, 32, 8, 128), (4, 2048, 16, 8, 128)),
+        "add_rms_norm": ((16384, 4096), (8192, 1024)),
     },
     "cpu": {
         "rms_norm": ((2048, 1024), (2048, 3072), (32768, 128)),
@@ -182,6 +265,8 @@ LARGE: dict[str, Shapes] = {
         "swiglu": ((2048, 3072),),
         "geglu": ((2048, 3072),),
         "rotary": ((1, 2048, 16, 8, 128), (1, 1024, 14, 2, 64)),
+        "qk_norm_rotary": ((1, 2048, 16, 8, 128),),
+        "add_rms_norm": ((2048, 1024),),
     },
 }
 
@@ -191,6 +276,8 @@ PASSES = {
     "swiglu": (3, 8),
     "geglu": (3, 8),
     "rotary": (2, 4),
+    "qk_norm_rotary": (2, 5),
+    "add_rms_norm": (4, 8),
 }
 """op -> how often a tensor of the input's size has to cross the memory: forward, forward and backward."""
 
@@ -201,7 +288,7 @@ def traffic_mb(op: str, shape: Shape, dtype: torch.dtype, direction: str) -> flo
     Args:
         direction: ``f`` or ``fb``.
     """
-    if op == "rotary":
+    if op in ("rotary", "qk_norm_rotary"):
         batch, length, heads, key_heads, channels = shape
         shape = (batch, length, heads + key_heads, channels)
     return math.prod(shape) * dtype.itemsize * PASSES[op][direction == "fb"] / 1e6

@@ -54,12 +54,16 @@ class Candidate:
 
 
 def path_of(case: Case) -> str:
-    """The key of the default mapping that the case is about."""
-    return f"transformers.models.{case.target}"
+    """The key of a mapping that the case is about."""
+    return f"transformers.models.{case.target}" if "." in case.target else case.target
 
 
 def site_of(case: Case, target: Target, subject: Subject, item: Item, device: torch.device) -> Site | Reason:
     """The site that a kernel is loaded for, with its variant found out."""
+    if target.kind == "logical":
+        reference = registry.get_op(case.op).load_reference()
+        site = Site(None, target.label, None, target.label, reference.original, device, item.dtype)
+        return dataclasses.replace(site, variant=variant_of(reference, site, {}))
     owner = target.owner if subject.module is None else type(subject.module)
     original = target.original if subject.module is None else getattr(owner, target.attribute)
     site = Site(subject.module, target.label, owner, target.attribute, original, device, item.dtype)
@@ -80,7 +84,7 @@ def kernel_of(case: Case, backend: str, target: Target, site: Site) -> Kernel | 
 def candidates(case: Case, subject: Subject, target: Target, site: Site, item: Item, compiled: bool) -> list[Candidate]:
     """Everyone who is timed, and who can't be."""
     args = subject.call_args
-    found = [Candidate(ORIGINAL, lambda: site.original(*args))]
+    found = [Candidate(ORIGINAL, _original_of(site, subject))]
     found += [Candidate(who, partial(peer, *subject.args)) for who, peer in subject.peers.items()]
     if item.small:
         found += [Candidate(who, partial(floor, *subject.args), True) for who, floor in subject.floors.items()]
@@ -89,31 +93,37 @@ def candidates(case: Case, subject: Subject, target: Target, site: Site, item: I
             continue
         kernel = kernel_of(case, backend, target, site)
         if isinstance(kernel, Kernel):
-            found.append(_of_kernel(backend, kernel, args))
+            found.append(_of_kernel(backend, kernel, args, subject.kwargs))
         else:
             found.append(Candidate(backend, kernel))
     return found
 
 
-def _of_kernel(backend: str, kernel: Kernel, args: tuple[Any, ...]) -> Candidate:
+def _original_of(site: Site, subject: Subject) -> Call:
+    return partial(subject.original or site.original, *subject.call_args)
+
+
+def _of_kernel(backend: str, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Candidate:
     """A kernel; one that only declines for its size is timed all the same, to see whether it is right to decline."""
     if kernel.accepts_call is None:
-        return Candidate(backend, partial(kernel.function, *args))
+        return Candidate(backend, partial(kernel.function, *args, **kwargs))
     with every_size():
-        refused = kernel.accepts_call(*args)
+        refused = kernel.accepts_call(*args, **kwargs)
     if refused is not None:
         return Candidate(backend, Reason("refused", refused))
     declines = []
     for direction, with_gradients in (("f", False), ("fb", True)):
         with torch.set_grad_enabled(with_gradients):
-            if kernel.accepts_call(*args) is not None:
+            if kernel.accepts_call(*args, **kwargs) is not None:
                 declines.append(direction)
-    return Candidate(backend, partial(kernel.function, *args), declines=tuple(declines))
+    return Candidate(backend, partial(kernel.function, *args, **kwargs), declines=tuple(declines))
 
 
 def chosen_of(case: Case, site: Site, found: Sequence[Candidate], direction: str) -> str:
     """Who serves a call at the site under the default mapping: a backend, or the original."""
-    choice = DEFAULT_KERNEL_CONFIG[path_of(case)]
+    choice = DEFAULT_KERNEL_CONFIG.get(path_of(case))
+    if choice is None:  # the default mapping leaves it to the user
+        return ORIGINAL
     assert isinstance(choice, KernelChoice)
     known = {candidate.who: candidate for candidate in found}
     for backend in choice.backends:
@@ -181,7 +191,7 @@ def measure(item: Item, device: torch.device, *, seconds: float, rounds: int, co
     if compiled:
         torch._dynamo.reset()  # else the limit of recompilations is soon reached, and eager code is timed
     with torch.no_grad():
-        expected = site.original(*subject.call_args)
+        expected = _original_of(site, subject)()
     seeds = [torch.randn_like(t) for t in tensors_of(expected)]
     everyone = candidates(case, subject, target, site, item, compiled)
     rows: list[Result] = []

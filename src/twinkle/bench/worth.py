@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from twinkle.bench.results import ORIGINAL, Result
+from twinkle.kernel.config import OPT_IN_KERNEL_CONFIG
 
 CASE = "model/"
 ORIGINAL_CASE, TOGETHER = f"{CASE}original", f"{CASE}all together"
@@ -28,7 +29,7 @@ CONFIDENCE = 0.99
 LESS = 0.02
 """From this part of the step's memory on, what is saved counts: memory doesn't vary from run to run."""
 
-OPT_IN = {"fused_ce": "causal_lm_loss"}
+OPT_IN = {key: choice.op for key, choice in OPT_IN_KERNEL_CONFIG.items()}
 """Logical entries that the default mapping leaves to the user -> their op."""
 
 LEAST_ROUNDS = 8

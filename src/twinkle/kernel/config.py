@@ -172,6 +172,14 @@ def _build() -> dict[str, KernelChoice]:
     return mapping
 
 
+# Entries that the default mapping leaves to the user: they change what a model returns, or take its code apart.
+_OPT_IN: dict[str, tuple[str, tuple[str, ...]]] = {
+    "fused_ce": ("causal_lm_loss", ("triton", "torch")),
+    "fused_qk": ("qk_norm_rotary", ("triton",)),
+    "fused_add_norm": ("add_rms_norm", ("triton",)),
+}
+
+
 def default_chain(op: str) -> tuple[str, ...]:
     """The backends that the default config tries for an op, best first; for an op that it doesn't know, all it has."""
     from twinkle.kernel.registry import backends_of
@@ -180,3 +188,6 @@ def default_chain(op: str) -> tuple[str, ...]:
 
 
 DEFAULT_KERNEL_CONFIG: dict[str, KernelChoice] = _build()
+
+OPT_IN_KERNEL_CONFIG: dict[str, KernelChoice] = {key: KernelChoice(*choice) for key, choice in _OPT_IN.items()}
+"""Further entries: ``{**DEFAULT_KERNEL_CONFIG, **OPT_IN_KERNEL_CONFIG}`` is all that there is for training."""

@@ -82,7 +82,11 @@ class Transaction:
         if there is not None and there.row.target != self.row.target:
             raise PatchConflict(f"{where} already carries the kernel of {there.row.target}")
         original = there.original if there is not None else getattr(type(module), attribute)
-        reason = self.replace_method(module, attribute, Method(make(original), original, self.row))
+        # Modules that get the same method share a generated class.
+        key = (make, original, id(self.row))
+        if key not in self.journal.methods:
+            self.journal.methods[key] = Method(make(original), original, self.row)
+        reason = self.replace_method(module, attribute, self.journal.methods[key])
         if reason is not None:
             raise Refused(f"{where}: {reason}")
 
@@ -212,7 +216,8 @@ def patch_method(module: nn.Module, attribute: str, make: Callable[[Any], Callab
     Args:
         module: the instance.
         attribute: the method's name.
-        make: from the original function to the one to install; both take ``self`` first.
+        make: from the original function to the one to install; both take ``self`` first. Modules of one class that are
+            given the same ``make`` object share what it makes.
 
     Raises:
         RuntimeError: called outside an installer; or another kernel is there, or the class can't be derived from,

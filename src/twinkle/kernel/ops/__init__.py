@@ -17,6 +17,6 @@ Importing this package registers the ops and imports neither torch nor any backe
 
 from __future__ import annotations
 
-from twinkle.kernel.ops import causal_lm_loss, derived, fla, glu, moe, rms_norm, rotary, sdpa_attention
+from twinkle.kernel.ops import causal_lm_loss, derived, fla, fused_norms, glu, moe, rms_norm, rotary, sdpa_attention
 
-__all__ = ["causal_lm_loss", "derived", "fla", "glu", "moe", "rms_norm", "rotary", "sdpa_attention"]
+__all__ = ["causal_lm_loss", "derived", "fla", "fused_norms", "glu", "moe", "rms_norm", "rotary", "sdpa_attention"]

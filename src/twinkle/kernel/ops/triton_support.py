@@ -159,33 +159,38 @@ def _table() -> dict[str, Any]:
 def tuned(op: str, direction: str, device: torch.device, block: int) -> tuple[int, ...]:
     """The launch configuration that measured best for a block size on a device's architecture.
 
-    Architectures that nobody measured get the entry ``default``: small enough to run anywhere.
+    What nobody measured on an architecture gets the entry ``default``: small enough to run anywhere.
     """
     architecture = "default"
     if device.type == "cuda" and torch.version.hip is None:
         architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
     table = _table()
-    choices = table.get(architecture, table["default"])[op][direction]
+    choices = (table.get(architecture, {}).get(op) or table["default"][op])[direction]
     return next(tuple(choice["launch"]) for choice in choices if block <= choice["up_to"])
 
 
 def gradients_with_graph(
-    function: Callable[..., torch.Tensor],
+    function: Callable[..., Any],
     inputs: tuple[torch.Tensor | None, ...],
     needed: tuple[bool, ...],
-    grad: torch.Tensor,
+    *grads: torch.Tensor,
 ) -> tuple[torch.Tensor | None, ...]:
     """The gradients of ``function(*inputs)`` in a form that can be differentiated again: for ``create_graph=True``.
 
     Args:
-        function: made of operators that know their derivatives.
+        function: made of operators that know their derivatives; returns a tensor, or a tuple of them.
         needed: which inputs' gradients are wanted; None is returned for the others.
-        grad: the gradient of the result.
+        grads: the gradients of the results.
     """
     # Through aliases: of an input that another one was computed from, only its own part belongs here.
     aliases = [None if tensor is None else tensor.view_as(tensor) for tensor in inputs]
     wanted = [alias for alias, is_needed in zip(aliases, needed, strict=True) if is_needed]
-    found = iter(torch.autograd.grad(function(*aliases), wanted, grad, create_graph=True))  # type: ignore[arg-type]
+    results = function(*aliases)
+    results = results if isinstance(results, tuple) else (results,)
+    # A result may depend on none of the wanted inputs.
+    pairs = [(result, grad) for result, grad in zip(results, grads, strict=True) if result.requires_grad]
+    outputs, seeds = zip(*pairs, strict=True)
+    found = iter(torch.autograd.grad(outputs, wanted, seeds, create_graph=True))  # type: ignore[arg-type]
     return tuple(next(found) if is_needed else None for is_needed in needed)
 
 

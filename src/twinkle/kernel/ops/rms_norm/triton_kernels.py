@@ -1,8 +1,8 @@
 """Triton programs of RMSNorm, with and without gate: one pass forward, one pass backward.
 
 Forward: a program normalises a few rows and keeps ``rstd``. Backward: as many programs as the device runs at once walk
-over the rows, each with the weight's gradient in registers; the programs' sums are added in a tree of two levels, in a
-fixed order, by whoever arrives last, so the result is the same on every run and no second launch is needed.
+over the rows, each with the weight's gradient in registers; the programs' sums are added up by the last to arrive, so
+no second launch is needed.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from twinkle.kernel.ops.triton_sums import sum_of_programs
 
 
 @triton.jit
@@ -134,28 +136,9 @@ def backward_kernel(
 
     if NEEDS_DW:
         tl.store(partial_ptr + program * width + columns, dw, mask=in_row)
-        group = program // GROUP
-        n_groups = (n_programs + GROUP - 1) // GROUP
-        members = tl.minimum(GROUP, n_programs - group * GROUP)
-        tl.debug_barrier()
-        if tl.atomic_add(arrived_ptr + 1 + group, 1, sem="acq_rel") == members - 1:
-            tl.debug_barrier()
-            total = tl.zeros((BLOCK,), dtype=tl.float32)
-            for member in range(0, members):
-                row = partial_ptr + (group * GROUP + member) * width
-                total += tl.load(row + columns, mask=in_row, other=0.0, cache_modifier=".cg")
-            tl.debug_barrier()
-            tl.store(partial_ptr + group * GROUP * width + columns, total, mask=in_row)
-            tl.store(arrived_ptr + 1 + group, 0)  # ready for the next call
-            tl.debug_barrier()
-            if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == n_groups - 1:
-                tl.debug_barrier()
-                total = tl.zeros((BLOCK,), dtype=tl.float32)
-                for other in range(0, n_groups):
-                    row = partial_ptr + other * GROUP * width
-                    total += tl.load(row + columns, mask=in_row, other=0.0, cache_modifier=".cg")
-                tl.store(dw_ptr + columns, total.to(dw_ptr.dtype.element_ty), mask=in_row)
-                tl.store(arrived_ptr, 0)
+        total, is_last = sum_of_programs(partial_ptr, arrived_ptr, program, n_programs, columns, in_row, width, GROUP)
+        if is_last:
+            tl.store(dw_ptr + columns, total.to(dw_ptr.dtype.element_ty), mask=in_row)
 
 
 @triton.jit

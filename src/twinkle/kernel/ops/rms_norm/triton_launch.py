@@ -9,6 +9,7 @@ import torch
 import triton
 
 from twinkle.kernel.ops.rms_norm import triton_kernels as kernels
+from twinkle.kernel.ops.triton_sums import GROUP, counters
 from twinkle.kernel.ops.triton_support import Rows, far, processors, rows_of, tuned
 from twinkle.triton_programs import Launch, Make, Workspace
 
@@ -17,9 +18,6 @@ Kind = tuple[float, float, str]
 
 Results = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 """The gradients of the input, of the weight where wanted, and of the gate where there is one."""
-
-GROUP = 16
-"""Programs whose weight gradients are added first; their sums are added next."""
 
 WIDEST = {"forward": 32768, "backward": 16384}
 """Rows up to this width are kept in registers; wider ones are read twice."""
@@ -117,10 +115,10 @@ def backward(
         return lambda dy, x, weight, gate, rstd, dx, dw, dgate: program(
             dy, x, weight, gate, rstd, dx, dgate, None, None, None
         )
-    counters, floats = 1 + (programs + GROUP - 1) // GROUP, programs * width
+    size = counters(programs), programs * width
 
     def call(dy: Any, x: Any, weight: Any, gate: Any, rstd: Any, dx: Any, dw: Any, dgate: Any) -> None:
-        room = scratch(device, counters, floats)
+        room = scratch(device, *size)
         program(dy, x, weight, gate, rstd, dx, dgate, dw, room.floats, room.counters)
 
     return call

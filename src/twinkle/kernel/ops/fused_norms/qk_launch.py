@@ -1,0 +1,127 @@
+"""How the Triton programs of norms and rotary are launched: grids and arguments."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from twinkle.kernel.ops.fused_norms import qk_kernels as kernels
+from twinkle.kernel.ops.fused_norms.qk_reference import Rotated
+from twinkle.kernel.ops.triton_sums import GROUP, counters
+from twinkle.kernel.ops.triton_support import far, processors, tuned
+from twinkle.triton_programs import Launch, Make, Workspace
+
+
+class Kind(NamedTuple):
+    """What is computed, see :func:`~twinkle.kernel.ops.fused_norms.qk_reference.original`."""
+
+    q_eps: float
+    k_eps: float
+    offset: float
+    cast: str
+    heads_at: int
+
+
+class _Geometry:
+    """How a call's heads are dealt to programs; the numbers and constants that both directions have in common."""
+
+    def __init__(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kind: Kind, direction: str
+    ) -> None:
+        at = kind.heads_at
+        # These are compiled in: a compiler that traces must settle them, should they be symbols.
+        self.head_dim, turning, *heads = map(int, (q.shape[-1], cos.shape[-1], q.shape[at], k.shape[at]))
+        pairs, rest = turning // 2, self.head_dim - turning
+        elements, self.warps, self.per_processor = tuned("qk_norm_rotary", direction, q.device, 1)
+        most = max(1, elements // triton.next_power_of_2(self.head_dim))
+        each = [min(triton.next_power_of_2(count), most) for count in heads]
+        blocks = max(triton.cdiv(count, of_each) for count, of_each in zip(heads, each, strict=True))
+        length = q.shape[3 - at]
+        self.items = q.shape[0] * length * blocks
+        self.tables = [_table_strides(table) for table in (cos, sin)]
+        self.scalars = (kind.q_eps, kind.k_eps, length, *heads, blocks, self.head_dim, pairs)
+        self.constants = {
+            "OFFSET": kind.offset, "Q_HEADS": each[0], "K_HEADS": each[1], "PAIRS": triton.next_power_of_2(pairs),
+            "REST": triton.next_power_of_2(rest) if rest else 0,
+        }  # fmt: skip
+        self._heads = max(heads)
+
+    def rest(self, strides: list[tuple[int, int, int, int]]) -> tuple[tuple[int, ...], bool]:
+        """The scalars from the tensors' strides on, and whether some tile reaches further than 32 bits count."""
+        extents = [pair for s in strides for pair in ((self._heads, s[2]), (self.head_dim, s[3]))]
+        is_far = far(*extents, *((self.head_dim, table[2]) for table in self.tables))
+        return tuple(itertools.chain(*strides, *self.tables)), is_far
+
+
+def _strides(tensor: torch.Tensor, heads_at: int) -> tuple[int, int, int, int]:
+    """Strides of batch, token, head and channel."""
+    strides = tensor.stride()
+    return strides[0], strides[3 - heads_at], strides[heads_at], strides[3]
+
+
+def _table_strides(table: torch.Tensor) -> tuple[int, int, int]:
+    return table.stride(0) if table.shape[0] != 1 else 0, table.stride(1), table.stride(2)
+
+
+def forward(
+    make: Make, q: torch.Tensor, k: torch.Tensor, results: Rotated, cos: torch.Tensor, sin: torch.Tensor, kind: Kind
+) -> Callable[..., None]:
+    """A function ``(q, k, q_result, k_result, q_weight, k_weight, cos, sin)``.
+
+    Args:
+        make: how it is launched.
+        q, k, results, cos, sin: tensors like those that it will be called with; only their layouts are looked at.
+    """
+    geometry = _Geometry(q, k, cos, sin, kind, "forward")
+    strides = [_strides(t, kind.heads_at) for t in (q, k)] + [_strides(t, 1) for t in results]
+    scalars, is_far = geometry.rest(strides)
+    constants = {**geometry.constants, "CAST": kind.cast, "FAR": is_far}
+    launch = Launch((geometry.items,), (*geometry.scalars, *scalars), constants, geometry.warps)
+    return make(kernels.forward_kernel, launch)
+
+
+def backward(
+    make: Make,
+    scratch: Callable[[torch.device, int, int], Workspace],
+    grads: Rotated,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    kind: Kind,
+    needs_dw: bool,
+) -> Callable[..., None]:
+    """A function ``(q_grad, k_grad, q, k, dq, dk, q_weight, k_weight, cos, sin, dq_weight, dk_weight)``.
+
+    Args:
+        make: how it is launched.
+        scratch: gives it room for the sums of the weights' gradients.
+        needs_dw: whether those are wanted; without it their tensors are None.
+    """
+    geometry, device = _Geometry(q, k, cos, sin, kind, "backward"), q.device
+    strides = [_strides(t, 1) for t in grads] + [_strides(t, kind.heads_at) for t in (q, k, dq, dk)]
+    scalars, is_far = geometry.rest(strides)
+    most = processors(device) * geometry.per_processor
+    programs = min(geometry.items, most) if isinstance(geometry.items, int) else most
+    width = 2 * geometry.head_dim
+    constants = {
+        **geometry.constants, "NEEDS_DW": needs_dw, "GROUP": GROUP, "WEIGHTS": triton.next_power_of_2(width),
+        "FAR": is_far,
+    }  # fmt: skip
+    numbers = (*geometry.scalars, geometry.items, programs, *scalars)
+    program = make(kernels.backward_kernel, Launch((programs,), numbers, constants, geometry.warps))
+    if not needs_dw:
+        return lambda *tensors: program(*tensors[:10], None, None, None, None)
+    size = counters(programs), programs * width
+
+    def call(*tensors: Any) -> None:
+        room = scratch(device, *size)
+        program(*tensors, room.floats, room.counters)
+
+    return call
