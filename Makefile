@@ -153,6 +153,10 @@ demo: $(DEMO_STAMP)
 test-interpreter: $(TEST_STAMP)
 	@TRITON_INTERPRET=1 $(PYTEST) tests/interpreter -m "not slow" --cov --cov-report=
 
+# What depends on the kernels themselves, and on the device whose memory they work on.
+RUN_KERNELS = $(addsuffix .py,$(addprefix tests/aten/test_,attention contexts dropout embedding levels properties \
+    strided whole_models))
+
 # The simulated device would be the accelerator of every other test, so it gets processes of its own; on the CPU the tests
 # of the ATen level run with all others, in 'make test'.
 test-aten: $(TEST_STAMP)
@@ -160,7 +164,7 @@ test-aten: $(TEST_STAMP)
 	@for device in npu mlu; do \
 	    TWINKLE_TEST_DEVICE=$$device $(PYTEST) tests/aten || exit 1; \
 	done
-	@TWINKLE_TEST_DEVICE=npu TRITON_INTERPRET=1 $(PYTEST) tests/aten -m "not multiprocess"
+	@TWINKLE_TEST_DEVICE=npu TRITON_INTERPRET=1 $(PYTEST) $(RUN_KERNELS) -m "not multiprocess"
 
 test-aten-long: $(TEST_STAMP)
 	@for device in cpu npu mlu; do \
