@@ -32,7 +32,11 @@ COLOURS = {
     "twinkle+fused_ce+compile": ("#6a3d1a", "#f3cfa6"),
 }
 OTHER = ("#b58b3c", "#d0a95c")
-OTHERS = (OTHER, ("#5b8fd0", "#6f9fdd"), ("#5aa795", "#6cbcaa"), ("#8a7fc0", "#a299d6"), ("#c8442c", "#ff8f6b"))
+OTHERS = (
+    *(OTHER, ("#2f6fb5", "#6f9fdd"), ("#2f8f78", "#6cbcaa"), ("#6a5fb0", "#a299d6"), ("#c8442c", "#ff8f6b")),
+    *(("#9a4f8f", "#d58fca"), ("#6f7a2c", "#b3c15e"), ("#5f6b7a", "#aab4c0")),
+)
+"""Of names that have no colour of their own, in turns."""
 
 Group = tuple[str, Sequence[tuple[str, float]]]
 
@@ -123,7 +127,7 @@ def line_chart(
     for name in curves:
         parts.append(f'<polyline class="{css[name]}" points="{at:.0f},13 {at + 16:.0f},13"/>')
         parts.append(f'<text x="{at + 21:.0f}" y="17">{escape(name)}</text>')
-        at += 40 + 7.2 * len(name)
+        at += 34 + 6.6 * len(name)
     for number in range(round((high - low) / every) + 1):
         value = low + number * every
         label = f"1e{value:.0f}" if log else f"{value:g}"
@@ -132,7 +136,8 @@ def line_chart(
     marked = (1, *range(_round(last / 6), last + 1, _round(last / 6))) if steps is None else range(1, last + 1)
     for step in marked:
         label = step if steps is None else escape(steps[step - 1])
-        parts.append(f'<text x="{x(step):.1f}" y="{HEIGHT - BELOW + 18}" text-anchor="middle">{label}</text>')
+        anchor = "end" if steps is not None and step == last else "middle"
+        parts.append(f'<text x="{x(step):.1f}" y="{HEIGHT - BELOW + 18}" text-anchor="{anchor}">{label}</text>')
     for name, points in drawn.items():
         path = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points)
         parts.append(f'<polyline class="{css[name]}" points="{path}"/>')
