@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import io
 import linecache
 import types
@@ -223,6 +224,18 @@ def test_the_code_that_it_is_for() -> None:
         unkernelize(module)
 
 
+def test_decorators_stay() -> None:
+    """Those of transformers 5.24: one takes an argument by its old name, another checkpoints a layer."""
+    module, x = lookalikes.DecoratedLayer(), torch.randn(2, 16)
+    signature, expected = inspect.signature(module.forward), module(old=x)
+    kernelize(module, ADD)
+    torch.testing.assert_close(module(old=x), expected)
+    assert (row(module, "fused_add_norm").calls, module.acted) == (1, 2)
+    assert inspect.signature(module.forward) == signature
+    unkernelize(module)
+    assert module.forward.__func__ is lookalikes.DecoratedLayer.forward  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     ("cls", "why"), lookalikes.ATTENTIONS.items(), ids=lambda value: getattr(value, "__name__", "")
 )
@@ -257,7 +270,6 @@ def test_code_whose_source_is_another_or_none(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_errors_and_signatures_are_the_models_own() -> None:
-    import inspect
     import traceback
 
     module = lookalikes.Layer()

@@ -155,7 +155,9 @@ class CallsSuper(Attention):
         return super().forward(2 * x, cos, sin)
 
 
-class Decorated(Attention):
+class SaysThatItWraps(Attention):
+    """What it says that it wraps is the code that the kernel is for, but nobody calls that."""
+
     @functools.wraps(Attention.forward)
     def forward(self, *args: Any) -> Any:
         shape = (*args[0].shape[:-1], -1, HEAD)
@@ -184,6 +186,44 @@ class Layer(nn.Module):
         super().__init__()
         self.mixer, self.mlp, self.norm = nn.Linear(16, 16), nn.Linear(16, 16), Norm()
 
+    def forward(self, x: torch.Tensor, scale: float = 0.5) -> torch.Tensor:
+        residual = x
+        x = residual + scale * self.mixer(x)
+        residual = x
+        x = self.norm(x)
+        return residual + self.mlp(x)
+
+
+def renames(function: Any) -> Any:
+    """Takes an argument by an old name too, as transformers' ``deprecate_kwarg``."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "old" in kwargs:
+            kwargs["x"] = kwargs.pop("old")
+        return function(*args, **kwargs)
+
+    return call
+
+
+def acts_outermost(function: Any) -> Any:
+    """Does something only where it is its class's forward, as transformers' checkpointing does."""
+
+    @functools.wraps(function)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.acted += type(self).forward is call
+        return function(self, *args, **kwargs)
+
+    return call
+
+
+class DecoratedLayer(Layer):
+    """For which the kernel is as well."""
+
+    acted = 0
+
+    @acts_outermost
+    @renames
     def forward(self, x: torch.Tensor, scale: float = 0.5) -> torch.Tensor:
         residual = x
         x = residual + scale * self.mixer(x)
@@ -253,7 +293,7 @@ ATTENTIONS = {
     LayerNormsInstead: "q_norm is no RMSNorm that is known",
     TwoKinds: "of two kinds",
     CallsSuper: "calls super",
-    Decorated: "decorators",
+    SaysThatItWraps: "in one unconditional call",
     PrivateNames: "private names",
 }
 """Lookalike -> why it is refused."""

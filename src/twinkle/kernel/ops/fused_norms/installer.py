@@ -19,7 +19,7 @@ from twinkle.kernel.journal import Refused, patch_of
 from twinkle.kernel.ops.fused_norms.norms import Norm, hooks_for_all, norm_of
 from twinkle.kernel.ops.fused_norms.patterns import FUSED, Found, norms_and_rotary, sum_and_norm
 from twinkle.kernel.ops.fused_norms.qk_reference import DIALECT
-from twinkle.kernel.ops.fused_norms.rewriting import body_of, rewritten
+from twinkle.kernel.ops.fused_norms.rewriting import body_of, rewritten, undecorated
 from twinkle.kernel.ops.rotary import reference as rotary_reference
 from twinkle.kernel.ops.rotary.reference import SIGNATURES
 from twinkle.kernel.probe import variant_of
@@ -71,7 +71,7 @@ def has_qk(module: Any) -> bool:
 def has_add(module: Any) -> bool:
     """Whether a module seems to be a layer with a residual; what it really does its code says."""
     has_norm = any("norm" in name for name, child in module._modules.items() if child is not None)
-    code = getattr(getattr(peel(type(module)), "forward", None), "__code__", None)
+    code = getattr(undecorated(getattr(peel(type(module)), "forward", None)), "__code__", None)
     return has_norm and code is not None and "residual" in code.co_varnames
 
 
@@ -217,10 +217,11 @@ def _fused_qk(
 
 def _rotary(site: Site, found: Found, cache: dict[Hashable, Any]) -> Any:
     """The rotary function that a forward calls, as it is without kernels; a Reason where it is of another kind."""
-    holder = sys.modules.get(site.original.__module__)
+    forward = undecorated(site.original)
+    holder = sys.modules.get(forward.__module__)
     assert found.rotary is not None
     patch = None if holder is None else patch_of(holder, found.rotary)
-    function = patch.original if patch else site.original.__globals__.get(found.rotary)
+    function = patch.original if patch else forward.__globals__.get(found.rotary)
     if function is None:
         return Reason("other-rotary", f"its Python module has no function {found.rotary}")
     variant = variant_of(

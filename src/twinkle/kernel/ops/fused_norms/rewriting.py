@@ -5,7 +5,8 @@ of one version of a model's code; instead the code that is there is taken, and o
 serves become a call. Whatever else the model does, today or in its next version, is still its own code.
 
 Code is recognised by its syntax tree, and only where the source at hand is what runs: compiled again, it must give the
-very code of the live function.
+very code of the live function. Decorators stay: their wrappers are put around the new function as they were around the
+old one.
 """
 
 from __future__ import annotations
@@ -25,8 +26,31 @@ Statements = list[ast.stmt]
 _FEATURES = functools.reduce(int.__or__, (getattr(features, name).compiler_flag for name in features.all_feature_names))
 
 
+def undecorated(function: Any) -> Any:
+    """What the wrappers of :func:`functools.wraps` around a function come down to; the function itself without any.
+
+    A wrapper that doesn't hold what it says it wraps could not be put around another function: it is what this gives.
+    """
+    while (inner := _wrapped(function)) is not None:
+        function = inner
+    return function
+
+
+def _wrapped(function: Any) -> types.FunctionType | None:
+    inner, cells = getattr(function, "__wrapped__", None), getattr(function, "__closure__", None) or ()
+    return inner if isinstance(inner, types.FunctionType) and any(_holds(cell, inner) for cell in cells) else None
+
+
+def _holds(cell: types.CellType, value: Any) -> bool:
+    try:
+        return cell.cell_contents is value
+    except ValueError:  # an empty one
+        return False
+
+
 def body_of(function: Any) -> ast.FunctionDef | Reason:
-    """The syntax tree of a live function, or the reason why it can't be had or used."""
+    """The syntax tree of a live function, without its decorators, or the reason why it can't be had or used."""
+    function = undecorated(function)
     if not isinstance(function, types.FunctionType):
         return Reason("other-code", "its forward is no plain Python function")
     code = function.__code__
@@ -35,9 +59,7 @@ def body_of(function: Any) -> ast.FunctionDef | Reason:
     found = _trees(code.co_filename, code.co_flags & _FEATURES).get(code)
     if found is None:
         return Reason("no-source", "the source of its forward isn't there, or isn't what runs")
-    if found.decorator_list:
-        return Reason("other-code", "its forward has decorators")
-    if any(isinstance(node, ast.Attribute) and _is_mangled(node.attr) for node in ast.walk(found)):
+    if any(map(_is_mangled, _names(found))):
         return Reason("other-code", "its forward uses private names of its class")
     return found
 
@@ -69,15 +91,25 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(constant)
 
 
+def _names(tree: ast.AST) -> Iterator[str]:
+    """Of attributes, variables and parameters."""
+    for node in ast.walk(tree):
+        for field in ("attr", "id", "arg"):
+            name = getattr(node, field, None)
+            if isinstance(name, str):
+                yield name
+
+
 def _is_mangled(name: str) -> bool:
+    """Whether it is another name inside a class than outside, where the new function is compiled."""
     return name.startswith("__") and not name.endswith("__")
 
 
 def rewritten(function: Any, tree: ast.FunctionDef, body: Statements, **given: Any) -> Callable[..., Any]:
-    """A function like a live one, with another body.
+    """A function like a live one, its decorators included, with another body.
 
     Args:
-        function: whose globals, defaults and lines it has.
+        function: whose globals, defaults and lines it has, and whose wrappers.
         tree: the function's, see :func:`body_of`.
         body: the new statements, in which the names of ``given`` may occur.
         given: what those names mean.
@@ -102,15 +134,34 @@ def rewritten(function: Any, tree: ast.FunctionDef, body: Statements, **given: A
     outer.type_params = []
     module = ast.Module([ast.copy_location(outer, tree)], [])
     ast.copy_location(inner, tree)
-    code = function.__code__
+    plain = undecorated(function)
+    code = plain.__code__
     compiled = compile(
         ast.fix_missing_locations(module), code.co_filename, "exec", flags=code.co_flags & _FEATURES, dont_inherit=True
     )
     made: dict[str, Any] = {}
-    exec(compiled, function.__globals__, made)
+    exec(compiled, plain.__globals__, made)
     result = made["make"](**given)
-    result.__defaults__, result.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
-    return result  # type: ignore[no-any-return]
+    result.__defaults__, result.__kwdefaults__ = plain.__defaults__, plain.__kwdefaults__
+    return _decorated_as(function, functools.update_wrapper(result, plain))
+
+
+def _decorated_as(function: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``plain`` within the wrappers of a function: each once more, but for what it wraps, and itself."""
+    inner = _wrapped(function)
+    if inner is None:
+        return plain
+    new, itself = types.CellType(_decorated_as(inner, plain)), types.CellType()
+    # Some ask whether they are what their class has for a forward, and checkpoint a layer only then.
+    cells = tuple(
+        new if _holds(cell, inner) else itself if _holds(cell, function) else cell for cell in function.__closure__
+    )
+    wrapper = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
+    )
+    itself.cell_contents = wrapper
+    wrapper.__kwdefaults__ = function.__kwdefaults__
+    return functools.update_wrapper(wrapper, function)
 
 
 def _bare(arguments: list[ast.arg]) -> list[ast.arg]:
