@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -98,6 +99,38 @@ class WritesInPlaceBetween(Attention):
         return q, k
 
 
+class WritesInPlaceByAnArgument(Attention):
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        shape = (*x.shape[:-1], -1, HEAD)
+        raw = self.q_proj(x)
+        q = self.q_norm(raw.view(shape)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2)
+        raw = F.relu(raw, inplace=True)
+        q, k = rotate(q, k, cos, sin)
+        return q, k
+
+
+class IsSomebodyElseBetween(Attention):
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        shape = (*x.shape[:-1], -1, HEAD)
+        q = self.q_norm(self.q_proj(x).view(shape)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2)
+        self = copy.deepcopy(self)
+        q, k = rotate(q, k, cos, sin)
+        return q, k
+
+
+class AFunctionReadsQueries(Attention):
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        shape = (*x.shape[:-1], -1, HEAD)
+        read = lambda: q  # noqa: E731
+        q = self.q_norm(self.q_proj(x).view(shape)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2)
+        normed = read()
+        q, k = rotate(q, k, cos, sin)
+        return q, k, normed
+
+
 class NormsAfterTheRotation(Attention):
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
         shape = (*x.shape[:-1], -1, HEAD)
@@ -177,6 +210,30 @@ class PrivateNames(Attention):
 
     def __both(self, q: torch.Tensor, k: torch.Tensor) -> Any:
         return q, k
+
+
+class PrivateFunction(Attention):
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        shape = (*x.shape[:-1], -1, HEAD)
+        q = self.q_norm(self.q_proj(x).view(shape)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2)
+        q, k = rotate(q, k, cos, sin)
+        return __doubled(q), k  # type: ignore[name-defined]  # noqa: F821
+
+
+def _PrivateFunction__doubled(q: torch.Tensor) -> torch.Tensor:
+    return 2 * q
+
+
+class CalledInAWayOfItsOwn(Norm):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().__call__(x)  # type: ignore[no-any-return]
+
+
+class NormsDoMore(Attention):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_norm = CalledInAWayOfItsOwn()
 
 
 class Layer(nn.Module):
@@ -286,6 +343,9 @@ ATTENTIONS = {
     KeysAreReadBetween: "before it rotates them",
     QueriesMakeKeys: "before it rotates them",
     WritesInPlaceBetween: "more than plain assignments",
+    WritesInPlaceByAnArgument: "more than plain assignments",
+    IsSomebodyElseBetween: "more than plain assignments",
+    AFunctionReadsQueries: "a function in its forward",
     NormsAfterTheRotation: "normalise queries and keys by head",
     OtherDimensionsMove: "normalise queries and keys by head",
     HeadsStayLast: "in one unconditional call",
@@ -295,6 +355,8 @@ ATTENTIONS = {
     CallsSuper: "calls super",
     SaysThatItWraps: "in one unconditional call",
     PrivateNames: "private names",
+    PrivateFunction: "private names",
+    NormsDoMore: "called in a way of its own",
 }
 """Lookalike -> why it is refused."""
 

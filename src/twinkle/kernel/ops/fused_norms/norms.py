@@ -30,7 +30,7 @@ class Norm:
     Attributes:
         variant: what it computes, in the terms of the op ``rms_norm``; it has a weight.
         original: its class's forward.
-        known: forwards that its module was met with -> whether they are the original or what serves it.
+        known: ways to call it that its module was met with -> whether they run the original or what serves it.
     """
 
     variant: RMSNormVariant
@@ -59,8 +59,9 @@ class Norm:
         if is_compiling():
             runs = _runs(cls, self.original)
         else:  # what an installed forward is doesn't change
-            known = self.known.get(cls.forward)
-            runs = self.known.setdefault(cls.forward, _runs(cls, self.original)) if known is None else known
+            way = cls.__call__, cls.forward
+            known = self.known.get(way)
+            runs = self.known.setdefault(way, _runs(cls, self.original)) if known is None else known
         if not runs:
             return "a norm is not, or does not run, what was there when the kernel was installed"
         if "forward" in module.__dict__:
@@ -79,7 +80,9 @@ def hooks_for_all() -> str | None:
 
 @assume_constant_result
 def _runs(cls: Any, original: Callable[..., Any]) -> bool:
-    """Whether instances of a class run that forward, or what the op ``rms_norm`` has put in its place."""
+    """Whether instances of a class, when called, run that forward, or what the op ``rms_norm`` has put in its place."""
+    if cls.__call__ is not nn.Module.__call__:
+        return False
     forward = cls.forward
     if forward is original:
         return True
@@ -109,4 +112,6 @@ def norm_of(module: Any, name: str, like: Site, cache: dict[Hashable, Any]) -> N
     if variant.weight is None:
         return Reason("other-norm", f"its {name} has no weight")
     found = Norm(variant, cls.forward)
-    return found if _runs(type(module), found.original) else Reason("other-norm", f"its {name} is replaced by another")
+    if not _runs(type(module), found.original):
+        return Reason("other-norm", f"its {name} is replaced by another, or called in a way of its own")
+    return found

@@ -82,13 +82,15 @@ def norms_and_rotary(tree: ast.FunctionDef) -> Found | Reason:
     (q_at, q_norm, q_input, heads_at), (k_at, k_norm, k_input, k_heads_at) = q_found, k_found
     replaced = {q_at: _assign(q, q_input, body[q_at]), k_at: _assign(k, k_input, body[k_at])}
     between = [replaced.get(at, statement) for at, statement in enumerate(body[:end]) if at > min(replaced)]
-    if heads_at != k_heads_at or not all(map(_is_plain, between)):
+    if heads_at != k_heads_at or not all(map(_is_plain, between)) or any(me in _stored(s) for s in between):
         return Reason("other-code", "between its norms and its rotation stands more than plain assignments")
-    mentioned = [{node.id for node in ast.walk(s) if isinstance(node, ast.Name)} for s in between]
+    mentioned = [_mentioned(s) for s in between]
     of_k = max(replaced) - min(replaced) - 1  # that one is about the other name, and may use its own
     own = k if k_at > q_at else q
     if any(names & {q, k} for at, names in enumerate(mentioned) if at != of_k) or mentioned[of_k] & ({q, k} - {own}):
         return Reason("other-code", "its forward uses the normalised queries or keys before it rotates them")
+    if any(_mentioned(inner) & {q, k} for inner in _functions(tree)):
+        return Reason("other-code", "a function in its forward may use the normalised queries or keys")
     call = _call(_child(me, q_norm), _child(me, k_norm), function, *(_load(name) for name in (q, k)), *tables)
     fused = _placed(ast.Assign([_names(q, k)], call, lineno=body[end].lineno), body[end])
     before = [replaced.get(at, statement) for at, statement in enumerate(body[:end])]
@@ -161,13 +163,31 @@ def _stored(statement: ast.stmt) -> Iterator[str]:
             yield node.id
 
 
+def _mentioned(tree: ast.AST) -> set[str]:
+    """The names that are read or written."""
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
+def _functions(tree: ast.AST) -> Iterator[ast.AST]:
+    """Those within one: whoever calls them reads the names of then."""
+    inner = (ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef)
+    return (node for node in ast.walk(tree) if isinstance(node, inner) and node is not tree)
+
+
+_IN_PLACE = ("inplace", "out")
+"""Arguments by which a function is told to write into another."""
+
+
 def _is_plain(statement: ast.stmt) -> bool:
-    """Whether it is ``names = value`` without a call of what writes in place, by its name."""
+    """Whether it is ``names = value`` without a call of what writes in place, by its name or an argument's."""
     if not isinstance(statement, ast.Assign):
         return False
     targets = [node for target in statement.targets for node in ast.walk(target)]
-    in_place = [n for n in ast.walk(statement) if isinstance(n, ast.Attribute) and n.attr.endswith("_")]
-    return not in_place and all(isinstance(node, (ast.Name, ast.Tuple, ast.expr_context)) for node in targets)
+    nodes = list(ast.walk(statement))
+    by_name = any(isinstance(node, ast.Attribute) and node.attr.endswith("_") for node in nodes)
+    by_argument = any(isinstance(node, ast.keyword) and node.arg in _IN_PLACE for node in nodes)
+    names_alone = all(isinstance(node, (ast.Name, ast.Tuple, ast.expr_context)) for node in targets)
+    return names_alone and not by_name and not by_argument
 
 
 # --- making one -------------------------------------------------------------------------------------------------------

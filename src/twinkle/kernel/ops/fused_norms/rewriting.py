@@ -59,7 +59,7 @@ def body_of(function: Any) -> ast.FunctionDef | Reason:
     found = _trees(code.co_filename, code.co_flags & _FEATURES).get(code)
     if found is None:
         return Reason("no-source", "the source of its forward isn't there, or isn't what runs")
-    if any(map(_is_mangled, _names(found))):
+    if any(map(_is_mangled, _identifiers(found))):
         return Reason("other-code", "its forward uses private names of its class")
     return found
 
@@ -91,7 +91,7 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(constant)
 
 
-def _names(tree: ast.AST) -> Iterator[str]:
+def _identifiers(tree: ast.AST) -> Iterator[str]:
     """Of attributes, variables and parameters."""
     for node in ast.walk(tree):
         for field in ("attr", "id", "arg"):
