@@ -6,6 +6,7 @@ With a kernel in the place of Triton's that notes what it is launched with, so n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from ops.embedding.kernel import triton_level as embedding
 from ops.scaled_dot_product_attention.kernel import triton_level as attention
 from ops.silu.kernel import triton_level as silu
 from tests.aten.conftest import DEVICE, INTERPRETED
-from twinkle.aten import strided, triton_kernels
+from twinkle.aten import launch, strided, triton_kernels
 
 pytestmark = pytest.mark.skipif(INTERPRETED or DEVICE != "cpu", reason="no program is run: the device is all the same")
 
@@ -154,3 +155,18 @@ def test_calls_that_differ_have_launches_of_their_own(what: str, kernels: dict[s
     calls = len(ALIKE[what]())
     assert sum(len(kernel.compiled) for kernel in kernels.values()) == calls
     assert not any(kernel.started for kernel in kernels.values())
+
+
+@pytest.mark.parametrize(("target", "most"), [("cuda", 2**31 - 1), ("hip", 65535), ("xpu", 65535)])
+def test_the_largest_grid_is_of_what_triton_compiles_for(
+    target: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AMD's and Kunlunxin's devices are ``cuda`` to PyTorch as well."""
+    import triton
+
+    driver = SimpleNamespace(get_current_target=lambda: SimpleNamespace(backend=target))
+    monkeypatch.setattr(type(triton.runtime.driver), "active", property(lambda _: driver))
+    launch._target.cache_clear()
+    assert launch.most_programs(torch.device("cuda", 0)) == most
+    assert launch.most_programs(torch.device("cpu")) == 65535
+    launch._target.cache_clear()

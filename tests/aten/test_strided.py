@@ -72,10 +72,10 @@ def test_offsets_beyond_32_bits(sizes, to, source, wide: bool) -> None:
 @pytest.mark.skipif(not INTERPRETED or DEVICE != "cpu", reason="an interpreted kernel in the host's memory")
 def test_wide_offsets_are_computed_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same copies with 64-bit offsets, and with fewer programs than blocks, so that each loops."""
-    from twinkle.aten import strided
+    from twinkle.aten import launch, strided
 
-    make_plan.cache_clear()
-    monkeypatch.setattr(strided, "MOST_PROGRAMS", 2)
+    strided._copying.cache_clear()  # or launches from before would be taken
+    monkeypatch.setattr(launch, "MOST_PROGRAMS", 2)
     narrow = strided.make_plan
     monkeypatch.setattr(strided, "make_plan", lambda *layout: narrow(*layout)._replace(wide=True))
     for source in (
@@ -89,7 +89,7 @@ def test_wide_offsets_are_computed_right(monkeypatch: pytest.MonkeyPatch) -> Non
         to = torch.empty(source.shape, dtype=source.dtype)
         triton_copy(to, source)
         assert torch.equal(to, source)
-    make_plan.cache_clear()
+    strided._copying.cache_clear()
 
 
 def brute_force_overlap(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:

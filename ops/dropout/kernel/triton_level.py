@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from twinkle.aten.launch import program
+from twinkle.aten.launch import most_programs, program
 from twinkle.aten.spec import Pullback
-from twinkle.aten.strided import most_programs, triton_copy
+from twinkle.aten.strided import triton_copy
 
 from .programs import drop
 

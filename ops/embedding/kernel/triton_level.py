@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 import triton
 
-from twinkle.aten.launch import program
-from twinkle.aten.strided import INTEGERS, most_programs
+from twinkle.aten.launch import most_programs, program
+from twinkle.aten.strided import INTEGERS
 
 from .programs import gather_rows
 

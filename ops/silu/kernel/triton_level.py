@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 import torch
 
-from twinkle.aten.launch import program
-from twinkle.aten.strided import BLOCK, most_programs
+from twinkle.aten.launch import most_programs, program
 
 from .programs import silu_elements
+
+BLOCK = 1024
 
 
 def silu_triton(self: torch.Tensor) -> torch.Tensor:

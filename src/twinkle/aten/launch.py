@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,27 @@ from twinkle.aten.router import quietly
 from twinkle.triton_programs import Launch, Program, interpreted
 
 WARPS = 4
+
+MOST_PROGRAMS = 65535
+"""A grid of one dimension that every accelerator accepts; what takes more turns loops."""
+MORE_PROGRAMS = {"cuda": 2**31 - 1}
+"""By what Triton calls its target: where a larger grid is accepted."""
+
+
+def most_programs(device: torch.device) -> int:
+    """The largest grid of one dimension that the device accepts."""
+    return MORE_PROGRAMS.get(_target() or "", MOST_PROGRAMS) if device.type == "cuda" else MOST_PROGRAMS
+
+
+@functools.cache
+def _target() -> str | None:
+    """What Triton compiles for. To PyTorch the devices of several makers are ``cuda``; AMD's count threads, up to 2³²,
+    and not programs."""
+    if interpreted():
+        return None
+    import triton
+
+    return triton.runtime.driver.active.get_current_target().backend  # type: ignore[no-any-return]
 
 
 def program(

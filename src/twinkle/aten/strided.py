@@ -16,12 +16,6 @@ import torch
 CASTS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 """Among these :func:`triton_copy` converts."""
 
-BLOCK = 1024
-MOST_PROGRAMS = 65535
-"""A grid that every accelerator accepts; what takes more turns loops."""
-MORE_PROGRAMS = {"cuda": 2**31 - 1}
-"""By type of device: where it accepts a larger grid."""
-
 AREA = 2048
 """Elements of a tile whose rows are dense in both tensors."""
 WARPS = 4
@@ -116,11 +110,6 @@ def plan_of(
     return make_plan(sizes, to_strides, source_strides)
 
 
-def most_programs(device: torch.device) -> int:
-    """The largest grid of one dimension that the device accepts."""
-    return MORE_PROGRAMS.get(device.type, MOST_PROGRAMS)
-
-
 def triton_copy(to: torch.Tensor, source: torch.Tensor) -> None:
     """Writes ``source`` into ``to``, by a Triton program.
 
@@ -142,7 +131,7 @@ def _copying(
     source_strides: tuple[int, ...],
 ) -> Callable[..., None]:
     """The copy between two layouts, as a function of the tensors."""
-    from twinkle.aten.launch import program
+    from twinkle.aten.launch import most_programs, program
     from twinkle.aten.triton_kernels import copy_tiles
 
     itemsize = max(to_dtype.itemsize, source_dtype.itemsize)

@@ -10,8 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from twinkle.aten.launch import program
-from twinkle.aten.strided import most_programs
+from twinkle.aten.launch import most_programs, program
 
 from .programs import sum_rows
 
