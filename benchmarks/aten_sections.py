@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 
 from benchmarks.markdown import PLOTS, Files, markdown_table, missing, run_line
 from benchmarks.plots import line_chart
 from twinkle.bench.aten import DIRECT, FLOOR, NATIVE, PEER, ROUTED
 from twinkle.bench.results import Result, ResultFile, medians, significant
-from twinkle.bench.routes import ALLOWED, ALLOWED_US, points
+from twinkle.bench.routes import ALLOWED, ALLOWED_US, points, too_slow
 
 SWEEP_PLOT = "sweep-{device}.svg"
 
@@ -48,7 +49,7 @@ def sweep(files: Files, text: dict[str, str], device: str) -> str:
     if name not in files:
         return missing(name, text)
     found = points(files[name].results)
-    slower = sorted((point for point in found if point.slower), key=lambda point: point.native_us - point.installed_us)
+    slower = too_slow(found)
     allowed = f"{ALLOWED - 1:.0%} + {ALLOWED_US:g} us"
     said = text["swept"].format(calls=len(found), slower=len(slower), allowed=allowed)
     header = [text[f"column {key}"] for key in ("call", "dtype", "bytes", NATIVE, "installed")]
@@ -69,7 +70,7 @@ def sweep_plot(found: ResultFile, text: dict[str, str]) -> str:
         ratios.setdefault(point.kind, {}).setdefault(point.size, []).append(point.native_us / point.installed_us)
     sizes = sorted({size for by_size in ratios.values() for size in by_size})
     curves = {
-        kind: [statistics.median(by_size.get(size, [1.0])) for size in sizes]
+        kind: [statistics.median(by_size[size]) if size in by_size else math.nan for size in sizes]
         for kind, by_size in sorted(ratios.items())
     }
     return line_chart(text["plot sweep"], curves, steps=[f"2^{size.bit_length() - 1}" for size in sizes])

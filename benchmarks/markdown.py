@@ -23,6 +23,7 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], labels:
 
 
 def missing(name: str, text: dict[str, str]) -> str:
+    """What stands where there is no file of that name: the command that makes it."""
     _, program = name.split("/")
     command = f"python -m benchmarks.{program} --json benchmarks/results/{name}.json"
     if program == "model":
@@ -31,6 +32,7 @@ def missing(name: str, text: dict[str, str]) -> str:
 
 
 def run_line(name: str, found: ResultFile, text: dict[str, str]) -> str:
+    """Device, versions, what the machine can do at best, and which file of which run the figures are from."""
     run = found.run
     versions = ", ".join(f"{package} {version}" for package, version in run["versions"].items() if version)
     ceilings = ", ".join(f"{key} {value:g}" for key, value in run["ceilings"].items())

@@ -97,12 +97,16 @@ def line_chart(
 
     Args:
         title: what it shows, for those who can't see it.
-        curves: name -> values by step.
+        curves: name -> values by step; NaN where there is none.
         log: a logarithmic axis; what isn't positive is left out.
         steps: names of the steps; their numbers where left out.
     """
     drawn = {
-        name: [(step, math.log10(v) if log else v) for step, v in enumerate(values, 1) if v > 0 or not log]
+        name: [
+            (step, math.log10(v) if log else v)
+            for step, v in enumerate(values, 1)
+            if not (math.isnan(v) or log and v <= 0)
+        ]
         for name, values in curves.items()
     }
     heights = [y for points in drawn.values() for _, y in points]
@@ -133,7 +137,8 @@ def line_chart(
         label = f"1e{value:.0f}" if log else f"{value:g}"
         parts.append(f'<line x1="{MARGIN}" x2="{WIDTH - GAP}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>')
         parts.append(f'<text x="{MARGIN - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{label}</text>')
-    marked = (1, *range(_round(last / 6), last + 1, _round(last / 6))) if steps is None else range(1, last + 1)
+    apart = max(1, _round(last / 6))
+    marked = dict.fromkeys((1, *range(apart, last + 1, apart))) if steps is None else range(1, last + 1)
     for step in marked:
         label = step if steps is None else escape(steps[step - 1])
         anchor = "end" if steps is not None and step == last else "middle"

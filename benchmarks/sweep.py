@@ -14,7 +14,7 @@ from benchmarks.program import arguments, device_option, finish, progress, start
 from twinkle.aten import catalog
 from twinkle.bench.clocks import ceilings
 from twinkle.bench.results import Run
-from twinkle.bench.routes import ALLOWED, ALLOWED_US, points, sweep
+from twinkle.bench.routes import ALLOWED, ALLOWED_US, points, sweep, too_slow
 from twinkle.layout import plain, table, width_of_terminal
 from twinkle.platforms import platform_of
 
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> Run:
 def report(run: Run) -> str:
     """The calls that take longer than they may, the worst first."""
     found = points(run.results)
-    slower = sorted((point for point in found if point.slower), key=lambda point: point.native_us - point.installed_us)
+    slower = too_slow(found)
     allowed = f"{ALLOWED - 1:.0%} and {ALLOWED_US:g} us"
     said = f"Of {len(found)} calls {len(slower)} take more than {allowed} longer where the operators are installed."
     columns = ("operator", "kind of call", "dtype", "bytes", "native, us", "installed, us")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import shutil
 from xml.etree import ElementTree
@@ -174,6 +175,13 @@ def test_a_chart_is_valid_xml_and_its_bars_are_as_long_as_their_values():
     assert root.get("aria-label") == "a & b" and "@media (prefers-color-scheme: dark)" in svg
 
 
+@pytest.mark.parametrize("log", [False, True])
+def test_a_curve_leaves_out_what_was_not_measured(log):
+    svg = plots.line_chart("a", {"one": [1.0, math.nan, 3.0], "other": [2.0, 2.0, 2.0]}, log=log)
+    curves = [line.get("points") for line in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}polyline")]
+    assert [len(points.split()) for points in curves[2:]] == [2, 3] and "nan" not in svg
+
+
 @pytest.mark.parametrize("language", TEXTS)
 def test_operators_become_tables_and_a_plot(language):
     text = TEXTS[language]
@@ -197,6 +205,10 @@ def test_operators_become_tables_and_a_plot(language):
     assert "| `clone` gaps | float32 | 64 | 1000 | 2000 |" in found
     charts = sections.plots({"cuda/sweep": ResultFile(run_of("GPU"), tuple(swept))}, text)
     assert "gaps</text>" in charts["sweep-cuda.svg"] and "2^6</text>" in charts["sweep-cuda.svg"]
+    larger = [dataclasses.replace(one, case="sweep/clone/cast", shape="128") for one in swept]
+    both = sections.plots({"cuda/sweep": ResultFile(run_of("GPU"), (*swept, *larger))}, text)
+    curves = [curve.split('"')[0].split() for curve in both["sweep-cuda.svg"].split('points="')[1:]]
+    assert [len(curve) for curve in curves] == [2, 2, 1, 1], "two in the legend; each kind in the size that it has"
 
     whole = [row(who, ms, "aten_model/train") for who, ms in (("native", 2.0), ("all", 2.2))]
     assert "| train 9x9 float32 | all | 2.20 | 1.100 | - |" in shown("aten_model", *whole)

@@ -86,7 +86,8 @@ def make_plan(sizes: tuple[int, ...], to_strides: tuple[int, ...], source_stride
 
 
 _MARGIN = 2**28
-"""Offsets of places beyond the last are computed too, before they are masked."""
+"""Rows, columns and turns beyond the last are counted too, before they are masked. Their offsets may overflow: nobody
+reads or writes there."""
 
 
 def _rows(sizes: tuple[int, ...], source_strides: tuple[int, ...]) -> tuple[int | None, bool]:

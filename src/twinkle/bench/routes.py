@@ -27,7 +27,6 @@ from twinkle.platforms import Platform
 SIZES = tuple(2**power for power in range(20, 31))
 """Bytes of what a call computes; fewer take no longer than it takes to submit them."""
 
-
 INSTALLED = "installed"
 """Who serves where an operator's routes apply: our kernel or PyTorch's own."""
 
@@ -131,6 +130,11 @@ def points(results: Iterable[Result]) -> list[Point]:
         _, operator, kind = case.split("/")
         found.append(Point(operator, kind, dtype, int(size), both[NATIVE], both[INSTALLED]))
     return found
+
+
+def too_slow(found: Iterable[Point]) -> list[Point]:
+    """Those beyond what is allowed, the worst first."""
+    return sorted((point for point in found if point.slower), key=lambda point: point.native_us - point.installed_us)
 
 
 GAIN = 1.05
