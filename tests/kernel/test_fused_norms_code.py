@@ -107,6 +107,34 @@ def test_errors_and_signatures_are_the_models_own() -> None:
     unkernelize(module)
 
 
+# --- another kernel for the same forward ------------------------------------------------------------------------------
+
+TARGET = "tests.support.fused_lookalikes.Attention.forward"
+
+
+def zeros(self: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(x)
+
+
+def test_two_kernels_for_one_forward_in_one_mapping() -> None:
+    """The first gets it, and the other's row says so, whichever is which."""
+    for mapping in ({**QK, TARGET: zeros}, {TARGET: zeros, **QK}):
+        module = kernelize(lookalikes.Attention(), mapping)
+        first, second = (report(module).row(key) for key in mapping)
+        module(*lookalikes.attention_inputs())
+        assert (first.state, first.calls) == ("installed", 1)
+        assert second.state == "refused" and f"already carries the kernel of {first.target}" in second.why()
+        assert unkernelize(module).not_undone == ()
+
+
+def test_a_later_kernel_for_that_forward() -> None:
+    """It takes its place, so that its row is gone."""
+    module = kernelize(kernelize(lookalikes.Attention(), QK), {TARGET: zeros})
+    assert [row.target for row in report(module).rows] == [TARGET]
+    assert not module(*lookalikes.attention_inputs()).any()
+    assert unkernelize(module).not_undone == () and type(module) is lookalikes.Attention
+
+
 # --- calls ------------------------------------------------------------------------------------------------------------
 
 

@@ -190,12 +190,18 @@ def _earlier_patches(site: Site, journal: Journal) -> list[Patch]:
 
 
 def _undo_earlier(site: Site, current: Transaction) -> Reason | None:
-    """Takes off what an earlier call installed at a site that this call claims; returns why it could not."""
+    """Takes off what an earlier call installed at a site that this call claims; returns why it could not.
+
+    What this very call has put there, by the installer of another entry, stays.
+    """
     for patch in reversed(_earlier_patches(site, current.journal)):
         if patch.owner is not None and not patch.in_place:
             return Reason("changed-since", f"{patch.where} was replaced by somebody else since")
         current.undo_patch(patch)
     for module, name in _earlier_methods(site, current.journal):
+        row = installed_on(type(module)).methods[name].row  # type: ignore[union-attr]
+        if row in current.rows and site.module is not None:
+            return Reason("conflict", f"it already carries the kernel of {row.target}, of the same mapping")
         reason = current.remove_method(module, name)
         if reason is not None:
             return reason
@@ -220,6 +226,7 @@ def _install_group(plan: Plan, entry: EntryPlan, backend: str, group: Group, cur
                 raise PatchConflict(f"{site.where}: {reason}")
         undone, patched = len(current), len(current.journal.patches)
         current.row = row
+        current.rows.append(row)
         counts = _run_installer(plan, entry, backend, group, row, current)
     except BaseException as error:
         # A refused row's sites are the originals, as those of any other; an error takes all back.

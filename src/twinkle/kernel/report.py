@@ -97,10 +97,11 @@ def _report(model: nn.Module) -> Report:
                 site = Site(module, "", peel(installed.origin), attribute, method.original, index.device, index.dtype)
                 changed[method.row] += _computes_something_else(site, method, probed)
     noted = [row for journal in journals_of(model) for row in journal.rows]
+    by_method = {method.row for journal in journals_of(model) for method in journal.methods.values()}
     rows = []
     # A row that a later call's replaced may still serve the modules which that call didn't reach.
     for row in [*(row for row in live if row not in noted), *noted]:
-        if row.state == "installed" and row.scope == "model" and row.installer == "default_installer":
+        if row.state == "installed" and row.scope == "model" and row in by_method:
             row.instances = live[row]
             if not row.instances:  # a later call put something else there
                 continue

@@ -54,12 +54,14 @@ class Transaction:
         journal: where the changes are written down.
         assignments: what the default installer shall install now (see :mod:`twinkle.kernel.install`).
         row: the report row of what is being installed.
+        rows: that and those before it, of this call.
         touched: (id of an object, attribute) of everything changed so far.
     """
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
         self.row: Row | None = None
+        self.rows: list[Row] = []
         self.assignments: list[Any] = []
         self.touched: set[tuple[int, str]] = set()
         self._steps: list[Callable[[], list[Reason] | None]] = []
@@ -155,6 +157,7 @@ class Transaction:
         self._steps.clear()
         self.assignments = []
         self.row = None
+        self.rows = []
 
     def rollback(self, to: int = 0) -> list[Reason]:
         """Takes back the steps after the first ``to``, last first; says what could not be."""
