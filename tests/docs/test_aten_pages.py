@@ -9,7 +9,7 @@ import pytest
 from tests.aten.uses import CALLS
 from tests.support.markdown import LANGUAGES, ROOT
 from tests.support.markdown import page as any_page
-from twinkle.aten import routes
+from twinkle.aten import catalog, routes
 
 
 def page(language: str) -> str:
@@ -29,6 +29,12 @@ def test_the_table_of_compiled_calls_is_what_the_tests_measure(language: str) ->
 def test_the_codes_of_routes_are_explained(language: str) -> None:
     for code in (routes.SMALL, routes.UNMEASURED, f"{routes.SLOWER}-contiguous"):
         assert f"`{code}`" in page(language)
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_the_kinds_of_calls_are_explained(language: str) -> None:
+    named = {kind for name in catalog.names() for kind in catalog.operator(name).work.samples} - {routes.ANY}
+    assert not [kind for kind in named if f"`{kind}`" not in page(language)]
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
