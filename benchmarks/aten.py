@@ -8,14 +8,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 
-from benchmarks.program import arguments, device_option, finish, progress, start
+from benchmarks.program import arguments, finish, operator_options, platform_here, progress, start
 from twinkle.aten import RegistrationError, catalog
 from twinkle.aten.harness.listed import InputsError
 from twinkle.bench.aten import NATIVE, check_cases, measure, size_for, wins
 from twinkle.bench.clocks import ceilings
 from twinkle.bench.results import Result, Run, medians, significant
 from twinkle.layout import EMPTY_LINE, Block, paragraph, plain, table, width_of_terminal
-from twinkle.platforms import platform_of
 
 
 def report(run: Run, width: int) -> Iterator[Block]:
@@ -49,16 +48,11 @@ def report(run: Run, width: int) -> Iterator[Block]:
 def main(argv: list[str] | None = None) -> Run:
     """Runs the program; returns what it measured."""
     parser = arguments("aten", "Times ATen operators by their own kernels against PyTorch's.")
-    device_option(parser)
-    parser.add_argument("--op", choices=catalog.names(), action="append", help="only this operator; may be repeated")
-    parser.add_argument("--rounds", type=int, default=40, help="samples of each candidate at most (default: 40)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="for the rounds of one case (default: 2)")
+    operator_options(parser, catalog.names(), rounds=40, seconds=2.0)
     parser.add_argument("--floor", action="store_true", help="also an override that does nothing but call native")
     options = parser.parse_args(argv)
     device = start(options)
-    platform = platform_of(device.type)
-    if platform is None:
-        parser.error(f"no platform of the device {device} on this machine")
+    platform = platform_here(parser, device)
     rounds, size = (3, "quick") if options.quick else (options.rounds, size_for(device))
     settings = {"size": size, "rounds": rounds, "seconds": options.seconds}
     run = Run("aten", device, settings, ceilings(device, options.quick))

@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.program import arguments, device_option, finish, progress, start
+from benchmarks.program import arguments, device_option, finish, platform_here, progress, start
 from benchmarks.step import DTYPE, QWEN3_SMALL, Workload, new_model, toy
 from twinkle.aten import install
 from twinkle.bench.clocks import ceilings
 from twinkle.bench.results import Result, Run, percentiles
 from twinkle.bench.step import timed, training_step
 from twinkle.layout import plain, table, width_of_terminal
-from twinkle.platforms import platform_of
 
 NATIVE = "native"
 TOKENS = 128
@@ -36,9 +35,7 @@ def main(argv: list[str] | None = None) -> Run:
     parser.add_argument("--generations", type=int, default=3, help="of each (default: 3)")
     options = parser.parse_args(argv)
     device = start(options)
-    platform = platform_of(device.type)
-    if platform is None:
-        parser.error(f"no platform of the device {device} on this machine")
+    platform = platform_here(parser, device)
     workload = toy(QWEN3_SMALL) if options.quick else QWEN3_SMALL
     tokens = 4 if options.quick else TOKENS
     run = Run("aten_model", device, {"tokens": tokens}, ceilings(device, options.quick))

@@ -11,6 +11,7 @@ import torch
 
 from twinkle.bench.clocks import clock_for, synchronize, use
 from twinkle.bench.results import Run
+from twinkle.platforms import Platform, platform_of
 from twinkle.reasons import did_you_mean
 
 
@@ -26,6 +27,24 @@ def arguments(program: str, description: str) -> argparse.ArgumentParser:
 def device_option(parser: argparse.ArgumentParser) -> None:
     """The option ``--device``."""
     parser.add_argument("--device", help="cpu, cuda, ...; this machine's accelerator where there is one, else cpu")
+
+
+def operator_options(parser: argparse.ArgumentParser, names: Collection[str], rounds: int, seconds: float) -> None:
+    """Those of a program about ATen operators, with its defaults: which of them, on which device, how long."""
+    device_option(parser)
+    parser.add_argument("--op", choices=names, action="append", help="only this operator; may be repeated")
+    most = f"samples of each candidate at most (default: {rounds})"
+    parser.add_argument("--rounds", type=int, default=rounds, help=most)
+    for_how_long = f"for the rounds of one call (default: {seconds:g})"
+    parser.add_argument("--seconds", type=float, default=seconds, help=for_how_long)
+
+
+def platform_here(parser: argparse.ArgumentParser, device: torch.device) -> Platform:
+    """The device's platform; where it has none here, the program ends as by a wrong option."""
+    platform = platform_of(device.type)
+    if platform is None:
+        parser.error(f"no platform of the device {device} on this machine")
+    return platform
 
 
 def names_option(known: Collection[str]) -> Callable[[str], list[str]]:

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.program import arguments, device_option, finish, progress, start
-from twinkle.aten import catalog
+from benchmarks.program import arguments, finish, operator_options, platform_here, progress, start
 from twinkle.aten.availability import triton_missing
 from twinkle.aten.routes import architecture
 from twinkle.bench.clocks import ceilings
 from twinkle.bench.results import Run
-from twinkle.bench.routes import SIZES, sweep, tables, told, write
+from twinkle.bench.routes import SIZES, measurable, sweep, tables, told, write
 from twinkle.layout import plain, table, width_of_terminal
-from twinkle.platforms import platform_of
 
 TABLE = Path(__file__).parents[1] / "src/twinkle/aten/routes.json"
 
@@ -25,18 +23,12 @@ TABLE = Path(__file__).parents[1] / "src/twinkle/aten/routes.json"
 def main(argv: list[str] | None = None) -> Run:
     """Runs the program; returns what it measured."""
     parser = arguments("routes", "Finds the sizes from which on ATen operators' kernels are faster than PyTorch's own.")
-    device_option(parser)
-    specs = [spec for spec in map(catalog.operator, catalog.names()) if spec.work.samples]
-    names = [spec.name for spec in specs]
-    parser.add_argument("--op", choices=names, action="append", help="only this operator; may be repeated")
-    parser.add_argument("--rounds", type=int, default=20, help="samples of each candidate at most (default: 20)")
-    parser.add_argument("--seconds", type=float, default=0.5, help="for the rounds of one call (default: 0.5)")
+    specs = measurable()
+    operator_options(parser, [spec.name for spec in specs], rounds=20, seconds=0.5)
     parser.add_argument("--write", action="store_true", help="put what was found into the shipped table")
     options = parser.parse_args(argv)
     device = start(options)
-    platform = platform_of(device.type)
-    if platform is None:
-        parser.error(f"no platform of the device {device} on this machine")
+    platform = platform_here(parser, device)
     name = None if triton_missing(platform) else architecture(platform)
     if options.write and (name is None or options.quick):
         parser.error(f"--write is for compiled kernels in their real sizes, not for {device}")

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.program import arguments, device_option, finish, progress, start
-from twinkle.aten import catalog
+from benchmarks.program import arguments, finish, operator_options, platform_here, progress, start
 from twinkle.bench.clocks import ceilings
 from twinkle.bench.results import Run
-from twinkle.bench.routes import ALLOWED, ALLOWED_US, points, sweep, too_slow
+from twinkle.bench.routes import ALLOWED, ALLOWED_US, measurable, points, sweep, too_slow
 from twinkle.layout import plain, table, width_of_terminal
-from twinkle.platforms import platform_of
 
 SIZES = tuple(2**power for power in range(6, 31, 4))
 """Bytes of what a call computes."""
@@ -28,17 +26,11 @@ FLOATING = ("dropout", "embedding")
 def main(argv: list[str] | None = None) -> Run:
     """Runs the program; returns what it measured."""
     parser = arguments("sweep", "Times installed ATen operators against PyTorch's own over dtypes, sizes and layouts.")
-    device_option(parser)
-    specs = [spec for spec in map(catalog.operator, catalog.names()) if spec.work.samples]
-    names = [spec.name for spec in specs]
-    parser.add_argument("--op", choices=names, action="append", help="only this operator; may be repeated")
-    parser.add_argument("--rounds", type=int, default=7, help="samples of each candidate at most (default: 7)")
-    parser.add_argument("--seconds", type=float, default=0.2, help="for the rounds of one call (default: 0.2)")
+    specs = measurable()
+    operator_options(parser, [spec.name for spec in specs], rounds=7, seconds=0.2)
     options = parser.parse_args(argv)
     device = start(options)
-    platform = platform_of(device.type)
-    if platform is None:
-        parser.error(f"no platform of the device {device} on this machine")
+    platform = platform_here(parser, device)
     rounds, sizes = (3, SIZES[:2]) if options.quick else (options.rounds, SIZES)
     settings = {"rounds": rounds, "seconds": options.seconds}
     run = Run("sweep", device, {**settings, "sizes": list(sizes)}, ceilings(device, options.quick))

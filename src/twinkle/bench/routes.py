@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from twinkle.aten import catalog
 from twinkle.aten.arguments import Arguments
 from twinkle.aten.routes import SMALL, every_size
 from twinkle.aten.serving import best_level
@@ -29,6 +30,11 @@ SIZES = tuple(2**power for power in range(20, 31))
 
 INSTALLED = "installed"
 """Who serves where an operator's routes apply: our kernel or PyTorch's own."""
+
+
+def measurable() -> list[OperatorSpec]:
+    """The operators that say how to make calls of every kind and size."""
+    return [spec for spec in map(catalog.operator, catalog.names()) if spec.work.samples]
 
 
 def sweep(
