@@ -1,7 +1,11 @@
 """Ops ``qk_norm_rotary`` and ``add_rms_norm``: an RMSNorm together with what comes right after or before it.
 
 Opt-in, under the logical keys ``'fused_qk'`` and ``'fused_add_norm'``. Both put a kernel in the place of statements of
-a model's forward and leave the rest of it as it is, see :mod:`~twinkle.kernel.ops.fused_norms.rewriting`.
+a model's forward and leave the rest of it as it is.
+
+Which statements those are says ``patterns``; how a function gets others, whatever it is, ``rewriting``; whether a call
+may go past a norm's module, ``norms``; and ``installer`` puts the three together. The kernels know nothing of that:
+``qk_*`` and ``add_*``, each with the maths in ``*_reference``.
 """
 
 from __future__ import annotations
