@@ -16,6 +16,7 @@ from twinkle.kernel.journal import PatchConflict, enter_model, lock, patch_of, r
 from twinkle.kernel.reclass import Method, own_forward
 from twinkle.kernel.targets import Site, Target, resolve_target
 from twinkle.kernel.undo import active_transaction, transaction
+from twinkle.kernel.wrappers import beneath
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
@@ -222,6 +223,7 @@ def install_at(assignment: Assignment) -> None:
         function = counted(
             kernel.function, site.original, row.counts, accepts_call=kernel.accepts_call, renamed=kernel.renamed
         )
+        function = beneath(site.original, function)
         current.journal.methods[key] = Method(function, site.original, row, kernel.base)
     reason = current.replace_method(site.module, site.attribute, current.journal.methods[key])
     if reason is not None:

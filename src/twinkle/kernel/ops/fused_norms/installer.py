@@ -19,13 +19,14 @@ from twinkle.kernel.journal import Refused, patch_of
 from twinkle.kernel.ops.fused_norms.norms import Norm, hooks_for_all, norm_of
 from twinkle.kernel.ops.fused_norms.patterns import FUSED, Found, norms_and_rotary, sum_and_norm
 from twinkle.kernel.ops.fused_norms.qk_reference import DIALECT
-from twinkle.kernel.ops.fused_norms.rewriting import body_of, rewritten, undecorated
+from twinkle.kernel.ops.fused_norms.rewriting import body_of, rewritten
 from twinkle.kernel.ops.rotary import reference as rotary_reference
 from twinkle.kernel.ops.rotary.reference import SIGNATURES
 from twinkle.kernel.probe import variant_of
 from twinkle.kernel.reclass import peel
 from twinkle.kernel.targets import ModelIndex, Site
 from twinkle.kernel.undo import active_transaction, patch_method
+from twinkle.kernel.wrappers import undecorated
 from twinkle.reasons import Counts, Reason
 
 Make = Callable[[Any], Callable[..., Any]]

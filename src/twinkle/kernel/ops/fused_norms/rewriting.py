@@ -19,33 +19,12 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from twinkle.kernel.wrappers import decorated_as, undecorated
 from twinkle.reasons import Reason
 
 Statements = list[ast.stmt]
 
 _FEATURES = functools.reduce(int.__or__, (getattr(features, name).compiler_flag for name in features.all_feature_names))
-
-
-def undecorated(function: Any) -> Any:
-    """What the wrappers of :func:`functools.wraps` around a function come down to; the function itself without any.
-
-    A wrapper that doesn't hold what it says it wraps could not be put around another function: it is what this gives.
-    """
-    while (inner := _wrapped(function)) is not None:
-        function = inner
-    return function
-
-
-def _wrapped(function: Any) -> types.FunctionType | None:
-    inner, cells = getattr(function, "__wrapped__", None), getattr(function, "__closure__", None) or ()
-    return inner if isinstance(inner, types.FunctionType) and any(_holds(cell, inner) for cell in cells) else None
-
-
-def _holds(cell: types.CellType, value: Any) -> bool:
-    try:
-        return cell.cell_contents is value
-    except ValueError:  # an empty one
-        return False
 
 
 def body_of(function: Any) -> ast.FunctionDef | Reason:
@@ -143,25 +122,7 @@ def rewritten(function: Any, tree: ast.FunctionDef, body: Statements, **given: A
     exec(compiled, plain.__globals__, made)
     result = made["make"](**given)
     result.__defaults__, result.__kwdefaults__ = plain.__defaults__, plain.__kwdefaults__
-    return _decorated_as(function, functools.update_wrapper(result, plain))
-
-
-def _decorated_as(function: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``plain`` within the wrappers of a function: each once more, but for what it wraps, and itself."""
-    inner = _wrapped(function)
-    if inner is None:
-        return plain
-    new, itself = types.CellType(_decorated_as(inner, plain)), types.CellType()
-    # Some ask whether they are what their class has for a forward, and checkpoint a layer only then.
-    cells = tuple(
-        new if _holds(cell, inner) else itself if _holds(cell, function) else cell for cell in function.__closure__
-    )
-    wrapper = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
-    )
-    itself.cell_contents = wrapper
-    wrapper.__kwdefaults__ = function.__kwdefaults__
-    return functools.update_wrapper(wrapper, function)
+    return decorated_as(function, functools.update_wrapper(result, plain))
 
 
 def _bare(arguments: list[ast.arg]) -> list[ast.arg]:
