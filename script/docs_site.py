@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from loads import foreign  # beside this file: MkDocs puts its folder on the path
 from mkdocs.exceptions import PluginError
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
@@ -30,8 +31,6 @@ LINK = re.compile(
 INCLUDED = re.compile(r"<!-- included: (\S+) -->")
 LANGUAGES = {".py": "python", ".sh": "bash", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".cpp": "cpp"}
 ROLE = re.compile(r":(?:func|class|data|mod|meth|attr|exc):<code>~?([\w.]*?)(\w+)</code>")
-FOREIGN = re.compile(r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"(?:https?:)?//|<link\b[^>]*\bhref=\"(?:https?:)?//")
-HARMLESS = re.compile(r"<link\b[^>]*\brel=\"(?:alternate|canonical|prev|next)\"[^>]*>")
 
 
 def target_of(page: str, link: str) -> str | None:
@@ -164,7 +163,7 @@ def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
     """Nothing may be loaded from elsewhere."""
-    foreign = FOREIGN.search(HARMLESS.sub("", output))
-    if foreign:
-        raise PluginError(f"{page.file.src_uri} loads something from another host: {foreign[0]}")
+    found = foreign(output)
+    if found:
+        raise PluginError(f"{page.file.src_uri} loads something from another host: {found[0]}")
     return output
