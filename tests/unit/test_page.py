@@ -91,6 +91,18 @@ def test_a_page_that_can_not_be_written_is_told_before_anything_is_done(
     assert f"--html {tmp_path}/new/page.html: there is no folder {tmp_path}/new; make it first" in result.stderr
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize(
+    ("command", "option"), [("plan", "--html"), ("bench of ops", "--html"), ("bench of ops", "--output")]
+)
+def test_a_disk_that_is_full_in_the_end_loses_nothing(command: str, option: str) -> None:
+    """It was writable when the command began. What was found is printed, and the rest is one line."""
+    result = run(*COMMANDS[command], option, "/dev/full")
+    assert result.exit_code == 2 and "rotary" in result.stdout and "written" not in result.stdout
+    reason = f"{option} /dev/full: No space left on device; it isn't whole, but what was found is above"
+    assert result.stderr == f"twinkle-kernel: {reason}\n"
+
+
 def test_two_options_can_not_write_one_file(tmp_path: Path) -> None:
     file = tmp_path / "both"
     file.write_text("what was there")
