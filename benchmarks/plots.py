@@ -6,6 +6,7 @@ compares the committed files with what the committed results give.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -31,6 +32,11 @@ COLOURS = {
     "twinkle+fused_ce+compile": ("#6a3d1a", "#f3cfa6"),
 }
 OTHER = ("#b58b3c", "#d0a95c")
+OTHERS = (
+    *(OTHER, ("#2f6fb5", "#6f9fdd"), ("#2f8f78", "#6cbcaa"), ("#6a5fb0", "#a299d6"), ("#c8442c", "#ff8f6b")),
+    *(("#9a4f8f", "#d58fca"), ("#6f7a2c", "#b3c15e"), ("#5f6b7a", "#aab4c0")),
+)
+"""Of names that have no colour of their own, in turns."""
 
 Group = tuple[str, Sequence[tuple[str, float]]]
 
@@ -84,13 +90,16 @@ def bar_chart(title: str, groups: Sequence[Group], *, unit: str, full: float | N
 HEIGHT, MARGIN, BELOW = 300, 64, 34
 
 
-def line_chart(title: str, curves: Mapping[str, Sequence[float]], *, log: bool = False) -> str:
+def line_chart(
+    title: str, curves: Mapping[str, Sequence[float]], *, log: bool = False, steps: Sequence[str] | None = None
+) -> str:
     """Curves over steps, all of one length; the last is drawn on top.
 
     Args:
         title: what it shows, for those who can't see it.
         curves: name -> values by step.
         log: a logarithmic axis; what isn't positive is left out.
+        steps: names of the steps; their numbers where left out.
     """
     drawn = {
         name: [(step, math.log10(v) if log else v) for step, v in enumerate(values, 1) if v > 0 or not log]
@@ -98,12 +107,14 @@ def line_chart(title: str, curves: Mapping[str, Sequence[float]], *, log: bool =
     }
     heights = [y for points in drawn.values() for _, y in points]
     last = max(len(values) for values in curves.values())
-    every = 1.0 if log else _round((max(heights) - min(heights)) / 4)
-    low, high = math.floor(min(heights) / every) * every, math.ceil(max(heights) / every) * every
+    every = 1.0 if log else _round(((max(heights) - min(heights)) or 1.0) / 4)
+    low = math.floor(min(heights) / every) * every
+    high = max(math.ceil(max(heights) / every) * every, low + every)
     x = lambda step: MARGIN + (step - 1) / max(last - 1, 1) * (WIDTH - MARGIN - GAP)  # noqa: E731
     y = lambda value: HEIGHT - BELOW - (value - low) / (high - low) * (HEIGHT - BELOW - TOP)  # noqa: E731
     css = {name: f"c{number}" for number, name in enumerate(curves)}
-    colours = {css[name]: COLOURS.get(name.split(" order")[0], OTHER) for name in curves}
+    rest = itertools.cycle(OTHERS)
+    colours = {css[name]: COLOURS.get(name.split(" order")[0]) or next(rest) for name in curves}
     lines = " ".join(f".{name} {{ fill: none; stroke: {pair[0]}; }}" for name, pair in colours.items())
     dark = " ".join(f".{name} {{ stroke: {pair[1]}; }}" for name, pair in colours.items())
     parts = [
@@ -116,14 +127,17 @@ def line_chart(title: str, curves: Mapping[str, Sequence[float]], *, log: bool =
     for name in curves:
         parts.append(f'<polyline class="{css[name]}" points="{at:.0f},13 {at + 16:.0f},13"/>')
         parts.append(f'<text x="{at + 21:.0f}" y="17">{escape(name)}</text>')
-        at += 40 + 7.2 * len(name)
+        at += 34 + 6.6 * len(name)
     for number in range(round((high - low) / every) + 1):
         value = low + number * every
         label = f"1e{value:.0f}" if log else f"{value:g}"
         parts.append(f'<line x1="{MARGIN}" x2="{WIDTH - GAP}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>')
         parts.append(f'<text x="{MARGIN - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{label}</text>')
-    for step in (1, *range(_round(last / 6), last + 1, _round(last / 6))):
-        parts.append(f'<text x="{x(step):.1f}" y="{HEIGHT - BELOW + 18}" text-anchor="middle">{step}</text>')
+    marked = (1, *range(_round(last / 6), last + 1, _round(last / 6))) if steps is None else range(1, last + 1)
+    for step in marked:
+        label = step if steps is None else escape(steps[step - 1])
+        anchor = "end" if steps is not None and step == last else "middle"
+        parts.append(f'<text x="{x(step):.1f}" y="{HEIGHT - BELOW + 18}" text-anchor="{anchor}">{label}</text>')
     for name, points in drawn.items():
         path = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points)
         parts.append(f'<polyline class="{css[name]}" points="{path}"/>')

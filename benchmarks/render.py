@@ -11,14 +11,15 @@ import re
 import sys
 from pathlib import Path
 
-from benchmarks.sections import PLOTS, Files, plots, section
+from benchmarks.markdown import PLOTS, Files
+from benchmarks.sections import plots, section
 from benchmarks.texts import TEXTS
 from twinkle.bench.results import read
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = (
     *("ops", "host", "step", "step_moe", "loss", "moe", "attention"),
-    *("distributed", "training", "kernelize", "model"),
+    *("distributed", "training", "kernelize", "model", "aten", "sweep", "aten_model"),
 )
 PAGES = ("benchmarks.md", "cookbook.md", "ops.md")
 GENERATED = re.compile(r"(?P<begin><!-- generated: (?P<name>[\w ]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)

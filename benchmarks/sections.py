@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
-from benchmarks import op_sections
+from benchmarks import aten_sections, op_sections
+from benchmarks.markdown import PLOTS, Files, markdown_table, missing, run_line
 from benchmarks.plots import bar_chart, line_chart
 from benchmarks.step import CANDIDATES
 from benchmarks.training import OURS, judged
@@ -19,23 +20,26 @@ from twinkle.kernel import registry
 from twinkle.kernel.config import DEFAULT_KERNEL_CONFIG, default_chain
 from twinkle.kernel.report_text import short
 
-Files = dict[str, ResultFile]
-"""``device type/program`` -> what ``benchmarks/results/`` holds under that name."""
-
-RESULTS = "../../benchmarks/results"
-PLOTS = "plots"
 CHOSEN = "★"
-MODEL = "Qwen/Qwen3-0.6B"
-"""Of which the pages show what each entry is worth."""
 
-# --- Markdown ---------------------------------------------------------------------------------------------------------
+# --- sections ---------------------------------------------------------------------------------------------------------
 
 
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], labels: int) -> str:
-    """A table whose columns after the first ``labels`` hold numbers."""
-    rule = ["---" if number < labels else "---:" for number in range(len(header))]
-    lines = (" | ".join(cell.replace("|", "\\|") for cell in row) for row in (header, rule, *rows))
-    return "\n".join(f"| {line} |" for line in lines)
+def ops(files: Files, text: dict[str, str], device: str) -> str:
+    """A table per op, without the small cases."""
+    name = f"{device}/ops"
+    if name not in files:
+        return missing(name, text)
+    found = files[name]
+    copy_speed = found.run["ceilings"].get("copy_gb_per_s") if device != "cpu" else None
+    parts = [run_line(name, found, text)]
+    if device != "cpu":
+        parts += [f"![{text[f'plot {d}']}]({PLOTS}/ops-{device}-{d}.svg)" for d in ("fb", "f")]
+    for one in view.tables(found.results, copy_speed):
+        if one.op:
+            parts += [f"#### `{one.op}`", _op_table(one, text)]
+    notes = [f"- {who} ({', '.join(ops)}): {why}" for (who, why), ops in view.why_not(found.results).items()]
+    return "\n\n".join([*parts, *([text["not measured"] + "\n\n" + "\n".join(notes)] if notes else [])])
 
 
 def _op_table(found: Table, text: dict[str, str]) -> str:
@@ -47,50 +51,13 @@ def _op_table(found: Table, text: dict[str, str]) -> str:
     return markdown_table(header, rows, found.labels)
 
 
-def _missing(name: str, text: dict[str, str]) -> str:
-    _, program = name.split("/")
-    command = f"python -m benchmarks.{program} --json benchmarks/results/{name}.json"
-    if program == "model":
-        command = f"twinkle-kernel bench {MODEL} --output benchmarks/results/{name}.json"
-    return text["missing"].format(command=command)
-
-
-def _run_line(name: str, found: ResultFile, text: dict[str, str]) -> str:
-    run = found.run
-    versions = ", ".join(f"{package} {version}" for package, version in run["versions"].items() if version)
-    ceilings = ", ".join(f"{key} {value:g}" for key, value in run["ceilings"].items())
-    best = text["ceilings"].format(ceilings=ceilings) if ceilings else ""
-    place = f"[`{name}.json`]({RESULTS}/{name}.json)"
-    return text["run"].format(device=run["device"], versions=versions, best=best, place=place, id=run["id"])
-
-
-# --- sections ---------------------------------------------------------------------------------------------------------
-
-
-def ops(files: Files, text: dict[str, str], device: str) -> str:
-    """A table per op, without the small cases."""
-    name = f"{device}/ops"
-    if name not in files:
-        return _missing(name, text)
-    found = files[name]
-    copy_speed = found.run["ceilings"].get("copy_gb_per_s") if device != "cpu" else None
-    parts = [_run_line(name, found, text)]
-    if device != "cpu":
-        parts += [f"![{text[f'plot {d}']}]({PLOTS}/ops-{device}-{d}.svg)" for d in ("fb", "f")]
-    for one in view.tables(found.results, copy_speed):
-        if one.op:
-            parts += [f"#### `{one.op}`", _op_table(one, text)]
-    notes = [f"- {who} ({', '.join(ops)}): {why}" for (who, why), ops in view.why_not(found.results).items()]
-    return "\n\n".join([*parts, *([text["not measured"] + "\n\n" + "\n".join(notes)] if notes else [])])
-
-
 def host(files: Files, text: dict[str, str], device: str) -> str:
     """What a call costs on the host: of the program ``host``, else the small cases of ``ops``."""
     name = next((name for name in (f"{device}/host", f"{device}/ops") if name in files), None)
     if name is None:
-        return _missing(f"{device}/host", text)
+        return missing(f"{device}/host", text)
     tables = [one for one in view.tables(files[name].results, None) if not one.op]
-    return "\n\n".join([_run_line(name, files[name], text), *(_op_table(one, text) for one in tables)])
+    return "\n\n".join([run_line(name, files[name], text), *(_op_table(one, text) for one in tables)])
 
 
 STEP_PROGRAMS = ("step", "step_moe")
@@ -103,7 +70,7 @@ def step(files: Files, text: dict[str, str], device: str, program: str = "step")
     """Who was measured, a line per candidate, and two plots."""
     name = f"{device}/{program}"
     if name not in files:
-        return _missing(name, text)
+        return missing(name, text)
     found = files[name]
     rows = []
     for (case, shape, dtype), candidates in medians(found.results).items():
@@ -126,7 +93,7 @@ def step(files: Files, text: dict[str, str], device: str, program: str = "step")
     whos = [f"- `{who}`: {text[f'who {who}']}" for who, _ in _in_order({row.who: row for row in found.results})]
     notes = [f"- {row.who}: {row.note}" for row in found.results if row.note]
     table = markdown_table(header, rows, 2)
-    return "\n\n".join([_run_line(name, found, text), "\n".join(whos), *plots, table, "\n".join(notes)]).rstrip()
+    return "\n\n".join([run_line(name, found, text), "\n".join(whos), *plots, table, "\n".join(notes)]).rstrip()
 
 
 def _in_order(candidates: dict[str, Result]) -> list[tuple[str, Result]]:
@@ -142,7 +109,7 @@ def timed(files: Files, text: dict[str, str], device: str, program: str) -> str:
     """A line per candidate of ``loss``, ``moe`` and ``attention``: time, memory, and the loss's error."""
     name = f"{device}/{program}"
     if name not in files:
-        return _missing(name, text)
+        return missing(name, text)
     found, rows = files[name], []
     passes = {"f": "f", "fb": "f+b"}
     errors = any("dw_error" in row.figures for row in found.results)
@@ -156,7 +123,7 @@ def timed(files: Files, text: dict[str, str], device: str, program: str) -> str:
     columns = ["shape", "dtype", "pass", "who", "time", "peak_memory_gb", *(["dw_error"] if errors else [])]
     header = [text.get(f"column {key}", key) for key in columns]
     notes = [f"- {row.who}: {row.note}" for row in found.results if row.note]
-    return "\n\n".join([_run_line(name, found, text), markdown_table(header, rows, 4), *notes])
+    return "\n\n".join([run_line(name, found, text), markdown_table(header, rows, 4), *notes])
 
 
 WORK_COLUMNS = ("all_to_all_ms", "sharding_ms", "experts_ms", "rest_ms", "exposed_ms", "peak_memory_gb")
@@ -166,7 +133,7 @@ def distributed(files: Files, text: dict[str, str], device: str) -> str:
     """A line per layout and candidate, against the original in the same layout and our own on one device."""
     name = f"{device}/distributed"
     if name not in files:
-        return _missing(name, text)
+        return missing(name, text)
     found, rows = files[name], []
     cases = medians(found.results)
     alone = {
@@ -187,14 +154,14 @@ def distributed(files: Files, text: dict[str, str], device: str) -> str:
     header = [text[f"column {key}"] for key in columns]
     notes = [f"- {row.case.removeprefix('distributed/')}, {row.who}: {row.note}" for row in found.results if row.note]
     settings = ", ".join(f"{key} {value}" for key, value in found.run["settings"].items() if value not in ("", None))
-    return "\n\n".join([_run_line(name, found, text), settings, markdown_table(header, rows, 3), "\n".join(notes)])
+    return "\n\n".join([run_line(name, found, text), settings, markdown_table(header, rows, 3), "\n".join(notes)])
 
 
 def training(files: Files, text: dict[str, str], device: str) -> str:
     """A line per training, how far the kernelized curve is from the others, and both as plots."""
     name = f"{device}/training"
     if name not in files:
-        return _missing(name, text)
+        return missing(name, text)
     found, rows = files[name], []
     for row in found.results:
         assert row.ms
@@ -205,7 +172,7 @@ def training(files: Files, text: dict[str, str], device: str) -> str:
         used=f"{worst.used:.2f}", distance=f"{worst.distance:.2g}", allowed=f"{worst.allowed:.2g}"
     )
     plots = [f"![{text[f'plot {what}']}]({PLOTS}/training-{device}-{what}.svg)" for what in ("loss", "distance")]
-    parts = [_run_line(name, found, text), markdown_table(header, rows, 1), verdict, *plots, found.results[-1].note]
+    parts = [run_line(name, found, text), markdown_table(header, rows, 1), verdict, *plots, found.results[-1].note]
     return "\n\n".join(parts)
 
 
@@ -213,7 +180,7 @@ def kernelize(files: Files, text: dict[str, str], device: str) -> str:
     """A line per case."""
     name = f"{device}/kernelize"
     if name not in files:
-        return _missing(name, text)
+        return missing(name, text)
     found, rows = files[name], []
     for row in found.results:
         assert row.ms
@@ -221,14 +188,14 @@ def kernelize(files: Files, text: dict[str, str], device: str) -> str:
         p20, p50, p80 = (significant(row.ms[p] * scale) for p in ("p20", "p50", "p80"))
         rows.append((row.case, row.who, row.shape, f"{p50} {unit}", f"{p20}–{p80}"))
     header = [text.get(f"column {key}", key) for key in ("case", "who", "shape", "p50", "p20–p80")]
-    return "\n\n".join([_run_line(name, found, text), markdown_table(header, rows, 3)])
+    return "\n\n".join([run_line(name, found, text), markdown_table(header, rows, 3)])
 
 
 def model(files: Files, text: dict[str, str], device: str) -> str:
     """A line per entry and backend, and what else its conclusions say."""
     name = f"{device}/model"
     if name not in files:
-        return _missing(name, text)
+        return missing(name, text)
     found = files[name]
     decided, settings = conclude(found.results), found.run["settings"]
     original = next(row for row in found.results if row.case == ORIGINAL_CASE)
@@ -252,7 +219,7 @@ def model(files: Files, text: dict[str, str], device: str) -> str:
         f"- `{short(target)}`: {text['without']}" for target in decided.without
     ]
     advice = [f"{text['better']}\n\n" + "\n".join(chains)] if chains else []
-    return "\n\n".join([_run_line(name, found, text), about, markdown_table(header, rows, 2), *advice])
+    return "\n\n".join([run_line(name, found, text), about, markdown_table(header, rows, 2), *advice])
 
 
 # --- what decided the order of the default chains ---------------------------------------------------------------------
@@ -313,6 +280,8 @@ def plots(files: Files, text: dict[str, str]) -> dict[str, str]:
             distances = {"allowed": [s.allowed for s in steps], OURS: [max(s.distance, ULP) for s in steps]}
             found[f"training-{device}-loss.svg"] = line_chart(text["plot loss"], content.curves)
             found[f"training-{device}-distance.svg"] = line_chart(text["plot distance"], distances, log=True)
+        if program == "sweep":
+            found[aten_sections.SWEEP_PLOT.format(device=device)] = aten_sections.sweep_plot(content, text)
         if program in STEP_PROGRAMS:
             for what, (figure, unit, digits) in STEP_PLOTS.items():
                 ordered = _in_order({row.who: row for row in content.results if figure in row.figures})
@@ -362,5 +331,8 @@ def section(name: str) -> Section:
         "training": training,
         "kernelize": kernelize,
         "model": model,
+        "aten": aten_sections.aten,
+        "sweep": aten_sections.sweep,
+        "aten_model": aten_sections.aten_model,
     }[kind]
     return lambda files, text: of_device(files, text, device)

@@ -38,6 +38,23 @@ def _mask_fits(query, key, value, mask, *_):
     return known and broadcasts(mask.shape, (*query.shape[:3], key.shape[2]))
 
 
+def _multiplied(query, *_):
+    from twinkle.triton_programs import interpreted
+
+    if not interpreted():
+        return True
+    from twinkle.triton_dot import multiplies
+
+    return multiplies(query.dtype)
+
+
+def _bfloat16_where_it_is_not(device):
+    query = _ones(device, dtype=torch.bfloat16)
+    if _multiplied(query):
+        raise NotImplementedError("everything is multiplied here")
+    return _call(query)
+
+
 def _qkv(place, tensor):
     """A call with that tensor as query, key or value."""
     others = [_ones(tensor.device) for _ in range(3)]
@@ -61,6 +78,12 @@ SPEC = OperatorSpec(
                     "a head has at most 256 numbers",
                     lambda query, key, value, *_: max(query.shape[3], value.shape[3]) <= WIDEST,
                     lambda device: _call(_ones(device, 1, 1, 2, WIDEST + 1)),
+                ),
+                Condition(
+                    "interpreter",
+                    "where Triton interprets it, it multiplies numbers of the dtype",
+                    _multiplied,
+                    _bfloat16_where_it_is_not,
                 ),
             ),
         ),

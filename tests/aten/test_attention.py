@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -143,3 +146,22 @@ def test_a_query_whose_heads_share_memory(chip: Profile) -> None:
     with install([NAME], platform=chip.platform) as installed:
         assert torch.equal(attention(query, key, key), key), "there is one key, whose value is the result"
         assert served(installed) == {"kernel": 1}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.skipif(DEVICE != "cpu", reason="the same whatever the device")
+def test_what_the_interpreter_multiplies_wrongly_is_pytorchs() -> None:
+    """In a process in which nobody has mended it, as these tests have."""
+    code = """
+import torch
+from twinkle.aten import install
+q = torch.randn(1, 2, 8, 16, dtype=torch.bfloat16)
+native = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+with install(["scaled_dot_product_attention"], platform="cpu", modes={"scaled_dot_product_attention": "triton"}) as all:
+    assert torch.equal(torch.nn.functional.scaled_dot_product_attention(q, q, q), native)
+    torch.nn.functional.scaled_dot_product_attention(*[q.float()] * 3)
+    print(all.registrations["scaled_dot_product_attention"].counts)
+"""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert "kernel=1, fallbacks={'interpreter': 1}" in done.stdout, done.stdout + done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -171,3 +172,31 @@ def test_a_chart_is_valid_xml_and_its_bars_are_as_long_as_their_values():
     (line,) = root.iter(f"{space}line")
     assert float(line.get("x1")) == pytest.approx(plots.LEFT + widths[1], abs=0.2)
     assert root.get("aria-label") == "a & b" and "@media (prefers-color-scheme: dark)" in svg
+
+
+@pytest.mark.parametrize("language", TEXTS)
+def test_operators_become_tables_and_a_plot(language):
+    text = TEXTS[language]
+
+    def shown(program: str, *rows: Result) -> str:
+        files = {f"cuda/{program}": ResultFile(run_of("GPU"), rows)}
+        return sections.section(f"{program} cuda")(files, text)
+
+    alone = [
+        row(who, ms, "aten/clone/small") for who, ms in (("native", 2.0), ("triton", 1.0), ("triton, direct", 0.5))
+    ]
+    assert "| `clone/small` | 9x9 | float32 | triton | 2000 | 1000 | 500 | - |" in shown("aten", *alone)
+    assert "| PyTorch | 2000 | 2500 | 500 | - |" in shown(
+        "aten", *alone, row("native, routed", 2.5, "aten/clone/small")
+    )
+
+    swept = [dataclasses.replace(row(who, ms, "sweep/clone/gaps"), shape="64") for who, ms in
+             (("native", 1.0), ("installed", 2.0))]  # fmt: skip
+    found = shown("sweep", *swept)
+    assert text["swept"].format(calls=1, slower=1, allowed="5% + 8 us") in found
+    assert "| `clone` gaps | float32 | 64 | 1000 | 2000 |" in found
+    charts = sections.plots({"cuda/sweep": ResultFile(run_of("GPU"), tuple(swept))}, text)
+    assert "gaps</text>" in charts["sweep-cuda.svg"] and "2^6</text>" in charts["sweep-cuda.svg"]
+
+    whole = [row(who, ms, "aten_model/train") for who, ms in (("native", 2.0), ("all", 2.2))]
+    assert "| train 9x9 float32 | all | 2.20 | 1.100 | - |" in shown("aten_model", *whole)

@@ -36,6 +36,7 @@ from twinkle.kernel.ops.moe.triton_routing import route as triton_route
 from twinkle.kernel.report import report, short
 from twinkle.kernel.undo import unkernelize
 from twinkle.kernel.verify import allowed_error_used
+from twinkle.triton_dot import multiplies
 
 pytest.importorskip("transformers")
 
@@ -230,7 +231,7 @@ def test_calls_that_are_the_originals() -> None:
 @pytest.mark.skipif(DEVICE != "cpu", reason="not run: nothing is interpreted here")
 def test_what_the_interpreter_multiplies_wrongly_is_left_to_the_original() -> None:
     """In a process in which nobody has mended it, as these tests have."""
-    assert triton_launch.multiplies(torch.bfloat16)
+    assert multiplies(torch.bfloat16)
     code = """
 import torch
 from twinkle import presets

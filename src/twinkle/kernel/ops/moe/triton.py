@@ -23,6 +23,7 @@ from twinkle.kernel.ops.triton_support import call_reason as tensors_reason
 from twinkle.kernel.ops.triton_support import device_reason
 from twinkle.kernel.ops.worthwhile import slower_for
 from twinkle.reasons import Reason
+from twinkle.triton_dot import multiplies
 from twinkle.triton_programs import interpreted
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def products_for(x: torch.Tensor, stacks: Stacks, variant: MoeExpertsVariant) ->
 
 def _interpreter_reason(x: torch.Tensor, stacks: Stacks, variant: MoeExpertsVariant) -> str | None:
     """Why Triton's interpreter can't have a call: our own products need ``tl.dot``."""
-    if not interpreted() or products_for(x, stacks, variant) is not triton_products or launch.multiplies(x.dtype):
+    if not interpreted() or products_for(x, stacks, variant) is not triton_products or multiplies(x.dtype):
         return None
     return f"Triton's interpreter gives wrong products of {x.dtype}"
 

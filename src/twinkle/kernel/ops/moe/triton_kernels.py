@@ -15,14 +15,6 @@ from twinkle.kernel.ops.glu.triton_kernels import _activate
 
 
 @triton.jit
-def square_kernel(a_ptr, out_ptr, WIDTH: tl.constexpr):
-    """``a @ a`` of ``[WIDTH, WIDTH]``: whether Triton multiplies at all, see :func:`.triton_launch.multiplies`."""
-    place = tl.arange(0, WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    a = tl.load(a_ptr + place)
-    tl.store(out_ptr + place, tl.dot(a, a))
-
-
-@triton.jit
 def _tile_of(tile, ends_ptr, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
     """Expert, first row and end of a tile; an expert that doesn't exist for a tile beyond the last."""
     at = tl.arange(0, EXPERTS)

@@ -126,15 +126,6 @@ def _gate(gate: Gate) -> tuple[tuple[float, float, float], dict[str, Any]]:
     }
 
 
-@functools.cache
-def multiplies(dtype: torch.dtype) -> bool:
-    """Whether ``tl.dot`` gives products on a CPU. Triton 3.6's interpreter keeps bfloat16 as integers of 16 bits, and
-    multiplies those."""
-    ones, found = torch.ones(16, 16, dtype=dtype), torch.empty(16, 16)
-    kernels.square_kernel[(1,)](ones, found, WIDTH=16)
-    return bool((found == 16).all())
-
-
 def up(
     x: torch.Tensor,
     route: Route,
