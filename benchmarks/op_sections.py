@@ -23,7 +23,7 @@ EVERY_OP = ("inductor",)
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """A backend that another program than ``ops`` measures: the program, its name there, and whom it is compared with."""
+    """A backend that another program than ``ops`` measures: the program, its name there, and who is beside it."""
 
     backend: str
     program: str
