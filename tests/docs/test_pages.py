@@ -20,7 +20,7 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
-from tests.support.markdown import LANGUAGES, ROOT, Block, blocks, headings, links, page, pages, unread
+from tests.support.markdown import LANGUAGES, ROOT, Block, blocks, headings, links, page, pages, prose, unread
 from twinkle import presets
 from twinkle.aten.registration import active
 from twinkle.cli import app
@@ -87,6 +87,15 @@ def test_both_languages_have_the_same_links_and_tables(name: str) -> None:
         return sorted(set(targets) - {*READMES.values()}), rows
 
     assert shape("en") == shape("zh")
+
+
+HAN = "[\u3400-\u9fff]"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_chinese_has_chinese_punctuation(name: str) -> None:
+    text = re.sub(r"`+[^`]*`+|\]\([^)\s]*\)|<!--.*?-->|!(?=\[)", "]", prose(text_of("zh", name)))
+    assert re.findall(rf".*{HAN}[*\]]*[,:;?!()].*|.*[,:;?!()][*\[]*{HAN}.*", text) == []
 
 
 # --- Python -----------------------------------------------------------------------------------------------------------
