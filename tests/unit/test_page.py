@@ -168,6 +168,13 @@ def test_a_bench_shows_gains_losses_and_noise_and_a_mapping_to_copy() -> None:
     assert changed == [NORM] and names["mapping"].keys() == DEFAULT_KERNEL_CONFIG.keys()
 
 
+def test_a_chart_says_of_what_was_not_called_what_the_table_says() -> None:
+    results = [*RESULTS[:2], _row("torch", CASE, _about(-30) | {"calls": 0.0, "calls_left": 9.0})]
+    reader = read(*model_view.parts(results, worth.conclude(results)))
+    assert "qwen3.Qwen3RMSNorm, torch -30.0 us, not called" in reader.lines()
+    assert [style for style, _ in _bars(reader)] == ["yellow"]
+
+
 def _extent(bar: tuple[str, dict[str | None, dict[str, str | None]]]) -> tuple[str | None, str | None]:
     return bar[1]["value"]["x"], bar[1]["value"]["width"]
 
