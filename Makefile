@@ -154,8 +154,8 @@ test-interpreter: $(TEST_STAMP)
 	@TRITON_INTERPRET=1 $(PYTEST) tests/interpreter -m "not slow" --cov --cov-report=
 
 # What depends on the kernels themselves, and on the device whose memory they work on.
-RUN_KERNELS = $(addsuffix .py,$(addprefix tests/aten/test_,attention contexts dropout embedding levels properties \
-    strided whole_models))
+RUN_KERNELS = $(addprefix tests/aten/,$(addsuffix .py,test_attention test_contexts test_dropout test_embedding \
+    test_levels test_properties test_strided test_whole_models))
 
 # The simulated device would be the accelerator of every other test, so it gets processes of its own; on the CPU the tests
 # of the ATen level run with all others, in 'make test'.

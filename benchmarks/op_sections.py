@@ -6,6 +6,7 @@ Markdown, as :mod:`benchmarks.sections` gives it; a function of the result files
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from benchmarks.verdict import Comparison, compare, mean
 from twinkle.bench.results import ORIGINAL, Result, ResultFile, medians
@@ -19,8 +20,22 @@ RESULTS = "../../benchmarks/results"
 EVERY_OP = ("inductor",)
 """Backends that are derived from a reference."""
 
-ELSEWHERE = {"moe_experts": ("moe", "triton, experts alone"), "causal_lm_loss": ("loss", "twinkle")}
-"""Ops that another program than ``ops`` measures: its name, and what it calls ours."""
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """A backend that another program than ``ops`` measures: the program, its name there, and who is beside it."""
+
+    backend: str
+    program: str
+    who: str
+    other: str = ORIGINAL
+
+
+ELSEWHERE = {
+    "moe_experts": Elsewhere("triton", "moe", "triton, experts alone"),
+    "moe_router": Elsewhere("triton", "moe", "triton", "triton, experts alone"),
+    "causal_lm_loss": Elsewhere("triton", "loss", "twinkle"),
+}
 
 
 def op(files: dict[str, ResultFile], text: dict[str, str], name: str) -> str:
@@ -57,30 +72,44 @@ def _targets(targets: list[str]) -> str:
 
 def _measured(files: dict[str, ResultFile], text: dict[str, str], name: str) -> list[str]:
     """For every device: how many times as fast as the original its first measured backend of the chain is."""
-    program, ours = ELSEWHERE.get(name, ("ops", ""))
+    program = ELSEWHERE[name].program if name in ELSEWHERE else "ops"
     found = []
     for file, content in files.items():
         if file.rpartition("/")[2] != program:
             continue
-        if ours:
-            who, ratio = ours, _ratio(content.results, ours)
-        else:
-            rows = [row for row in content.results if row.case.split("/")[0] == name and row.chosen]
-            who = next((backend for backend in default_chain(name) if any(row.who == backend for row in rows)), "")
-            ratio = compare(content.results, name, who, ORIGINAL) if who else None
+        if name in ELSEWHERE:
+            found += [f"{sentence}, {_link(file)}" for sentence in elsewhere(content, text, name)]
+            continue
+        rows = [row for row in content.results if row.case.split("/")[0] == name and row.chosen]
+        who = next((backend for backend in default_chain(name) if any(row.who == backend for row in rows)), "")
+        ratio = compare(content.results, name, who, ORIGINAL) if who else None
         if ratio:
-            figures = {"mean": ratio.mean, "least": ratio.least, "most": ratio.most}
-            told = {key: factor(value) for key, value in figures.items()}
-            sentence = text["faster" if ratio.cases > 1 else "faster once"].format(
-                device=content.run["device"], who=who, other=ORIGINAL, cases=ratio.cases, **told
-            )
-            found.append(f"{sentence}, [`{file}.json`]({RESULTS}/{file}.json)")
+            found.append(f"{told(text, content, ratio, who, ORIGINAL)}, {_link(file)}")
     return found
 
 
-def _ratio(results: Iterable[Result], who: str) -> Comparison | None:
+def elsewhere(content: ResultFile, text: dict[str, str], name: str) -> list[str]:
+    """A sentence about an op of ``ELSEWHERE`` from a file of its program; none where the file hasn't got both."""
+    of = ELSEWHERE[name]
+    ratio = _ratio(content.results, of.who, of.other)
+    return [told(text, content, ratio, of.who, of.other)] if ratio else []
+
+
+def told(text: dict[str, str], content: ResultFile, ratio: Comparison, who: str, other: str) -> str:
+    """A comparison as a sentence, with the file's device."""
+    figures = {key: factor(getattr(ratio, key)) for key in ("mean", "least", "most")}
+    return text["faster" if ratio.cases > 1 else "faster once"].format(
+        device=content.run["device"], who=who, other=other, cases=ratio.cases, **figures
+    )
+
+
+def _link(file: str) -> str:
+    return f"[`{file}.json`]({RESULTS}/{file}.json)"
+
+
+def _ratio(results: Iterable[Result], who: str, other: str) -> Comparison | None:
     """As :func:`~benchmarks.verdict.compare`, over all cases of a file."""
-    pairs = [rows for rows in medians(results).values() if who in rows and ORIGINAL in rows]
-    times = [(rows[ORIGINAL].ms, rows[who].ms) for rows in pairs]
+    pairs = [rows for rows in medians(results).values() if who in rows and other in rows]
+    times = [(rows[other].ms, rows[who].ms) for rows in pairs]
     ratios = [theirs["p50"] / ours["p50"] for theirs, ours in times if theirs and ours]
     return Comparison(len(ratios), mean(ratios), min(ratios), max(ratios)) if ratios else None

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from twinkle.bench.clocks import clock_for, synchronize, use
 from twinkle.bench.results import Run
+from twinkle.commands.console import CommandError, kept
+from twinkle.commands.options import check_writable
 from twinkle.platforms import Platform, platform_of
 from twinkle.reasons import did_you_mean
 
@@ -18,10 +21,23 @@ from twinkle.reasons import did_you_mean
 def arguments(program: str, description: str) -> argparse.ArgumentParser:
     """The options that all programs have."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{program}", description=description)
-    parser.add_argument("--json", metavar="FILE", help="write the results there")
+    parser.add_argument("--json", metavar="FILE", type=result_file, help="write the results there")
     parser.add_argument("--quick", action="store_true", help="toy sizes and few rounds: does it run at all?")
     parser.add_argument("--threads", type=int, help="CPU threads of PyTorch; its own default when not given")
     return parser
+
+
+def result_file(text: str) -> str:
+    """The type of ``--json``: a file that can be written, so that nothing is measured for nothing; makes its folder."""
+    path = Path(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        check_writable("the file", path)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"the folder {path.parent}: {error.strerror}") from None
+    except CommandError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def device_option(parser: argparse.ArgumentParser) -> None:
@@ -74,10 +90,12 @@ def start(options: argparse.Namespace) -> torch.device:
 
 
 def finish(run: Run, options: argparse.Namespace, text: str) -> Run:
-    """Writes the result file and prints the report."""
-    if options.json:
-        run.write(options.json)
-    print(text)
+    """Writes the result file and prints the report, which also stands when the file can't be written any more."""
+    try:
+        with kept("--json", Path(options.json) if options.json else None, run.write, silent=True):
+            print(text)
+    except CommandError as error:
+        sys.exit(str(error))
     return run
 
 

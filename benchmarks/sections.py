@@ -248,10 +248,12 @@ def chains(files: Files, text: dict[str, str]) -> str:
             for who, other in zip(order, order[1:], strict=False):
                 ratio = compare(found.results, op, who, other)
                 if ratio:
-                    figures = {"mean": ratio.mean, "least": ratio.least, "most": ratio.most}
-                    told = {name: factor(value) for name, value in figures.items()}
-                    device, cases = found.run["device"], ratio.cases
-                    decided.append(text["faster"].format(device=device, who=who, other=other, cases=cases, **told))
+                    decided.append(op_sections.told(text, found, ratio, who, other))
+        of = op_sections.ELSEWHERE.get(op)
+        for name, found in files.items():
+            if of and name.endswith(f"/{of.program}"):
+                decided += op_sections.elsewhere(found, text, op)
+                measured.add(of.backend)
         for who in chain:
             if who not in measured:
                 known = who in registry.get_op(op).implementations

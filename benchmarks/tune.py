@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.program import result_file
 from twinkle.bench.results import Result, Run
 
 ELEMENTS = 16384 * 4096
@@ -176,7 +177,7 @@ def _one_line(match: re.Match[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--json", type=result_file, required=True)
     parser.add_argument("--op", action="append", choices=("rms_norm", "glu", "rotary", "qk_norm_rotary"))
     parser.add_argument("--direction", action="append", choices=("forward", "backward"))
     parser.add_argument("--width", action="append", type=int)

@@ -18,7 +18,7 @@ from twinkle.aten.gradients import by_autograd
 
 def mish(self: torch.Tensor) -> torch.Tensor:
     """The kernel, with the operator's signature; it may call any operator but its own."""
-    return self * torch.tanh(torch.log1p(torch.exp(self)))
+    return self * torch.tanh(torch.nn.functional.softplus(self))
 
 
 def mish_pullback(grad: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor | None, ...]:

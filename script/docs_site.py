@@ -3,7 +3,8 @@
 - Pages link to files of the repository (results, sources, folders), as they do where the repository is read. Each such
   file becomes a part of the site, in its folder ``repository``, so that every link leads somewhere.
 - Names in docstrings are in Sphinx's way (``:func:`name```): they are shown as code.
-- A page that would load something from another host is an error.
+- A page that would load something from another host is an error, and so is a link from the root of a host: the site
+  opens from a folder, and may lie below another one.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 import posixpath
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
+from loads import foreign  # beside this file: MkDocs puts its folder on the path
 from mkdocs.exceptions import PluginError
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
@@ -30,8 +33,9 @@ LINK = re.compile(
 INCLUDED = re.compile(r"<!-- included: (\S+) -->")
 LANGUAGES = {".py": "python", ".sh": "bash", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".cpp": "cpp"}
 ROLE = re.compile(r":(?:func|class|data|mod|meth|attr|exc):<code>~?([\w.]*?)(\w+)</code>")
-FOREIGN = re.compile(r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"(?:https?:)?//|<link\b[^>]*\bhref=\"(?:https?:)?//")
-HARMLESS = re.compile(r"<link\b[^>]*\brel=\"(?:alternate|canonical|prev|next)\"[^>]*>")
+FROM_ROOT = re.compile(r"<a\b[^>]*\bhref=\"?/[^\">]*")
+ADDED: dict[str, set[str]] = {}
+"""Language -> the files of the repository that its pages lead to."""
 
 
 def target_of(page: str, link: str) -> str | None:
@@ -118,7 +122,8 @@ def on_config(config: Any) -> Any:
 @event_priority(-200)  # after the languages have got their files
 def on_files(files: Files, config: Any) -> Files:
     """Adds the files of the repository that pages link to, and those that these link to."""
-    language = config.plugins["i18n"].current_language
+    plugin = config.plugins["i18n"]
+    language = plugin.current_language
     waiting: list[str] = []
     for file in files.documentation_pages():
         text, source = included((ROOT / "docs" / file.src_uri).read_text(encoding="utf-8"))
@@ -136,12 +141,17 @@ def on_files(files: Files, config: Any) -> Files:
             file = File.generated(config, uri_of(path), content=content)
             base = f"{path}/x" if (ROOT / path).is_dir() else path
             waiting += links_of(content, base) if path.endswith(".md") or (ROOT / path).is_dir() else []
-        if language != "en":
-            file.dest_uri = f"{language}/{file.dest_uri}"
         # What the plug-in for languages wants to know of a file; these are the same in all.
-        vars(file).update(alternates={language: file}, locale=language, locale_alternate_of=language, localization=None)
+        place = {other: posixpath.join("" if other == "en" else other, file.dest_uri) for other in plugin.all_languages}
+        there = {other: SimpleNamespace(url=quote(url)) for other, url in place.items()}
+        file.dest_uri = place[language]
+        vars(file).update(alternates=there, locale=language, locale_alternate_of=language, localization=None)
         vars(file)["norm_src_uri"] = file.src_uri
         files.append(file)
+    ADDED[language] = added
+    for other, found in ADDED.items():
+        if found != added:
+            raise PluginError(f"pages in {language} and {other} lead to other files: {sorted(found ^ added)}")
     return files
 
 
@@ -163,8 +173,11 @@ def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
-    """Nothing may be loaded from elsewhere."""
-    foreign = FOREIGN.search(HARMLESS.sub("", output))
-    if foreign:
-        raise PluginError(f"{page.file.src_uri} loads something from another host: {foreign[0]}")
+    """Nothing may be loaded from elsewhere, and every link be one between pages."""
+    found = foreign(output)
+    if found:
+        raise PluginError(f"{page.file.src_uri} loads something from another host: {found[0]}")
+    absolute = FROM_ROOT.search(output)
+    if absolute:
+        raise PluginError(f"{page.file.src_uri} has a link that leads nowhere from a folder: {absolute[0]}")
     return output

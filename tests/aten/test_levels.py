@@ -7,11 +7,13 @@ import dataclasses
 import importlib
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import twinkle
 from tests.aten.conftest import DEVICE, TRITON
 from twinkle.aten import Profile, catalog, profile
 from twinkle.aten.harness import framework_level, kernel_level, op_level
@@ -79,6 +81,20 @@ def test_what_a_model_must_be_is_to_be_written_somewhere(
     monkeypatch.setenv("PYTHONPATH", environment["PYTHONPATH"])
     outcome = framework_level.run(dataclasses.replace(catalog.operator("silu"), model=model), chip)
     assert outcome.state == "failed" and re.search(problem, outcome.problems[-1])
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="what is imported is the same on every device")
+@pytest.mark.multiprocess
+def test_another_ops_where_we_are_is_not_the_models(
+    chip: Profile, environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model's process has the operators that this one has, also when only this one's path leads to them."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(twinkle.__file__).parents[1]))
+    (tmp_path / "ops.py").write_text("raise ImportError('another')")
+    monkeypatch.chdir(tmp_path)
+    spec = catalog.operator("silu")
+    told, _ = framework_level.observe([spec], chip, dict(spec.model))
+    assert told["operators"]["silu"]["kernel"] > 0
 
 
 def test_one_mistake_is_one_line() -> None:

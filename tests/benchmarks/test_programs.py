@@ -63,6 +63,22 @@ def test_ops_runs_from_the_root_of_the_repository(tmp_path):
     assert {r["case"].partition("/")[0] for r in content["results"]} == {"rotary"}
 
 
+def test_a_file_that_can_not_be_written_is_told_before_anything_is_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(host, "start", None)
+    (tmp_path / "file").write_text("")
+    for path, reason in ((tmp_path / "file" / "a.json", "the folder"), (tmp_path, "Is a directory")):
+        with pytest.raises(SystemExit, match="2"):
+            host.main([*QUICK, "--json", str(path)])
+        assert reason in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_disk_that_is_full_in_the_end_loses_nothing(capsys):
+    with pytest.raises(SystemExit, match="--json /dev/full: No space left on device"):
+        host.main([*QUICK, "--json", "/dev/full"])
+    assert "rms_norm/llama" in capsys.readouterr().out
+
+
 def test_ops_stops_when_its_time_is_up(capsys):
     run = ops.main([*QUICK, "--op", "rms_norm", "--budget", "0"])
     assert {(r.who, r.ms, r.note) for r in run.results} == {("all", None, measuring.OUT_OF_TIME)}

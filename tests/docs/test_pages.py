@@ -20,7 +20,7 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
-from tests.support.markdown import LANGUAGES, ROOT, Block, blocks, headings, links, page, pages
+from tests.support.markdown import LANGUAGES, ROOT, Block, blocks, headings, links, page, pages, prose, unread
 from twinkle import presets
 from twinkle.aten.registration import active
 from twinkle.cli import app
@@ -87,6 +87,15 @@ def test_both_languages_have_the_same_links_and_tables(name: str) -> None:
         return sorted(set(targets) - {*READMES.values()}), rows
 
     assert shape("en") == shape("zh")
+
+
+HAN = "[\u3400-\u9fff]"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_chinese_has_chinese_punctuation(name: str) -> None:
+    text = re.sub(r"`+[^`]*`+|\]\([^)\s]*\)|<!--.*?-->|!(?=\[)", "]", prose(text_of("zh", name)))
+    assert re.findall(rf".*{HAN}[*\]]*[,:;?!()].*|.*[,:;?!()][*\[]*{HAN}.*", text) == []
 
 
 # --- Python -----------------------------------------------------------------------------------------------------------
@@ -187,6 +196,21 @@ def test_another_print_is_noticed() -> None:
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_block_is_seen(name: str) -> None:
+    assert {language: unread(text_of(language, name)) for language in LANGUAGES} == {"en": [], "zh": []}
+
+
+@pytest.mark.parametrize(
+    "block",
+    ["~~~python\n1/0\n~~~", "```{.python}\n1/0\n```", "- item\n\n  ```python\n  1/0\n  ```", "    1/0", "> ```\n> 1/0"],
+)
+def test_a_block_that_nothing_would_run_is_found(block: str) -> None:
+    page = f"# Page\n\n```python\nx = 1\n\n    # 2\n```\n\n{block}\n\nAfter.\n"
+    assert unread(page), "it would be shown and never run"
+    assert unread(page.replace(block, "- item\n\n    - another\n")) == []
 
 
 @pytest.mark.parametrize("name", NAMES)

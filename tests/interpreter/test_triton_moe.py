@@ -44,9 +44,14 @@ pytest.importorskip("transformers")
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that small sizes have several of each kind."""
+    set_tiles(monkeypatch, 16)
+
+
+def set_tiles(monkeypatch: pytest.MonkeyPatch, side: int) -> None:
+    """Where Triton is interpreted."""
     for name in ("UP", "ROWS", "GATE_BACKWARD", "WEIGHT"):
         if DEVICE == "cpu":
-            monkeypatch.setattr(triton_launch, name, triton_launch.Tiles(16, 16, 16, 4, 2, group=2))
+            monkeypatch.setattr(triton_launch, name, triton_launch.Tiles(side, side, side, 4, 2, group=2))
 
 
 @contextlib.contextmanager
@@ -198,8 +203,9 @@ def test_the_route_in_programs_is_the_same(tokens: int, experts: int, top_k: int
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_familys_experts(name: str) -> None:
+def test_a_familys_experts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Verified one by one, and in the model: outputs and the gradient of every parameter."""
+    set_tiles(monkeypatch, 64)  # an interpreter takes about as long for a tile of any size
     original = presets.build(name).to(DEVICE)
     mapping = {f"{type(original).__module__}.{FAMILIES[name]}.forward": KernelChoice("moe_experts", ("triton",))}
     model = kernelize(copy.deepcopy(original), mapping, verify=True, strict=True)

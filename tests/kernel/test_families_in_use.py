@@ -212,13 +212,14 @@ def test_compiled_whole(name: str) -> None:
             return None
         return {name.removeprefix("_orig_mod."): tensor for name, tensor in results.items()}
 
-    expected = [compiled(original, fullgraph) for fullgraph in (True, False)]
-    model = kernelize(original, mapping("loopback"))
-    for fullgraph, theirs in zip((True, False), expected, strict=True):
-        if theirs is not None:
-            ours = compiled(model, fullgraph)
-            assert ours is not None
-            assert_close(ours, theirs)
-            assert any(row.counts.compiled for row in report(model).rows)
-    assert unkernelize(model).not_undone == ()
+    for fullgraph in (True, False):  # without breaks it would be the same graph once more
+        if (theirs := compiled(original, fullgraph)) is not None:
+            break
+    if theirs is not None:
+        model = kernelize(original, mapping("loopback"))
+        ours = compiled(model, fullgraph)
+        assert ours is not None
+        assert_close(ours, theirs)
+        assert any(row.counts.compiled for row in report(model).rows)
+        assert unkernelize(model).not_undone == ()
     torch.compiler.reset()

@@ -51,9 +51,15 @@ def blocks(page: str) -> list[Block]:
     return found
 
 
+def unread(page: str) -> list[str]:
+    """Lines that begin a block of code which :func:`blocks` doesn't see: fenced in another way, indented, in a list."""
+    fences = r"^[ \t>]*(?:```|~~~).*|(?<=\n\n)(?: {4}|\t)(?! *[-*] ).*"
+    return re.findall(fences, prose(page), re.MULTILINE)
+
+
 def prose(page: str) -> str:
     """The page without fenced blocks."""
-    return re.sub(r"^```.*?^```$", "", page, flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"^```\w*\n.*?^```$", "", page, flags=re.DOTALL | re.MULTILINE)
 
 
 def headings(page: str) -> list[tuple[int, str]]:

@@ -38,6 +38,15 @@ def run_json(*arguments: str) -> Any:
     return json.loads(result.stdout)
 
 
+def strings(data: Any, at: str = "") -> list[tuple[str, str]]:
+    """All strings in JSON, each with the key that it stands under."""
+    if isinstance(data, dict):
+        return [pair for key, value in data.items() for pair in strings(value, key)]
+    if isinstance(data, list):
+        return [pair for value in data for pair in strings(value, at)]
+    return [(at, data)] if isinstance(data, str) else []
+
+
 @pytest.fixture(scope="module")
 def saved_configs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """A preset's configuration as a checkpoint's folder has it."""
@@ -51,6 +60,13 @@ def saved_configs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
 
 
 # --- help and start -----------------------------------------------------------------------------------------------
+
+
+def test_what_an_issue_is_asked_for_holds_no_paths_but_where_ops_was_found() -> None:
+    """As docs/*/troubleshooting.md says: people paste it in public."""
+    told = [("info", run_json("info")), ("plan", run_json("plan", "tiny:qwen3", "--all"))]
+    paths = [(command, key) for command, data in told for key, text in strings(data) if Path(text).is_absolute()]
+    assert set(paths) <= {("info", "found")}
 
 
 def test_help_of_the_whole_names_every_command_and_the_exit_codes() -> None:

@@ -91,6 +91,18 @@ def test_a_page_that_can_not_be_written_is_told_before_anything_is_done(
     assert f"--html {tmp_path}/new/page.html: there is no folder {tmp_path}/new; make it first" in result.stderr
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize(
+    ("command", "option"), [("plan", "--html"), ("bench of ops", "--html"), ("bench of ops", "--output")]
+)
+def test_a_disk_that_is_full_in_the_end_loses_nothing(command: str, option: str) -> None:
+    """It was writable when the command began. What was found is printed, and the rest is one line."""
+    result = run(*COMMANDS[command], option, "/dev/full")
+    assert result.exit_code == 2 and "rotary" in result.stdout and "written" not in result.stdout
+    reason = f"{option} /dev/full: No space left on device; it isn't whole, but what was found is above"
+    assert result.stderr == f"twinkle-kernel: {reason}\n"
+
+
 def test_two_options_can_not_write_one_file(tmp_path: Path) -> None:
     file = tmp_path / "both"
     file.write_text("what was there")
@@ -154,6 +166,13 @@ def test_a_bench_shows_gains_losses_and_noise_and_a_mapping_to_copy() -> None:
     exec(code, names)
     changed = [target for target, choice in names["mapping"].items() if choice != DEFAULT_KERNEL_CONFIG[target]]
     assert changed == [NORM] and names["mapping"].keys() == DEFAULT_KERNEL_CONFIG.keys()
+
+
+def test_a_chart_says_of_what_was_not_called_what_the_table_says() -> None:
+    results = [*RESULTS[:2], _row("torch", CASE, _about(-30) | {"calls": 0.0, "calls_left": 9.0})]
+    reader = read(*model_view.parts(results, worth.conclude(results)))
+    assert "qwen3.Qwen3RMSNorm, torch -30.0 us, not called" in reader.lines()
+    assert [style for style, _ in _bars(reader)] == ["yellow"]
 
 
 def _extent(bar: tuple[str, dict[str | None, dict[str, str | None]]]) -> tuple[str | None, str | None]:

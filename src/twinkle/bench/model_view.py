@@ -75,7 +75,8 @@ def _charts(rows: Sequence[Result], original: Result, found: Conclusions) -> Ite
         who, figures = f"{text['entry']}, {text['backend']}", row.figures
         if "saved_us" in figures:
             # Of time alone: what holds less memory may still be within the noise.
-            said = worth.judged(figures, "saved", found.noise_us)
+            idle = found.verdicts.get((row.case, row.who)) == worth.NOT_CALLED
+            said = worth.NOT_CALLED if idle else worth.judged(figures, "saved", found.noise_us)
             value, low, high = figures["saved_us"], figures.get("saved_low_us"), figures.get("saved_high_us")
             saved.append(Bar(who, value, f"{microseconds(value)} us, {said}", low, high, STYLES.get(said, "")))
         if text["memory, MB"] != "-":

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from twinkle.commands.console import (
     CommandError,
     first_line,
+    kept,
     print_json,
     progress,
     quiet_logs,
@@ -80,14 +81,11 @@ def run_ops(
     wanted = parse_ops(ops)
     check_files({"--output": output, "--html": html})
     measured, interrupted = _measure(chosen, wanted, budget=budget, quick=quick, inductor=inductor, without_bar=as_json)
-    if output is not None:
-        measured.write(output)
-    if as_json:
-        print_json(measured.to_dict())
-    else:
-        show_parts(stdout(), parts(measured, how))
-        if output is not None:
-            stdout().print(f"written: {output}", soft_wrap=True)
+    with kept("--output", output, measured.write, silent=as_json):
+        if as_json:
+            print_json(measured.to_dict())
+        else:
+            show_parts(stdout(), parts(measured, how))
     if html is not None:
         write_page(html, "Kernels, op by op", parts(measured, how), silent=as_json)
     if interrupted:

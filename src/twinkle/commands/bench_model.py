@@ -14,6 +14,7 @@ from twinkle.commands.console import (
     CommandError,
     count,
     first_line,
+    kept,
     print_json,
     progress,
     quiet_logs,
@@ -94,14 +95,11 @@ def run_model(
 
     asked = Asked(model, source, torch.device(where), chosen, layers, batch, length, ops, also, budget)
     measured, interrupted = _measure(asked, without_bar=as_json)
-    if output is not None:
-        measured.write(output)
-    if as_json:
-        print_json(measured.to_dict())
-    else:
-        show_parts(stdout(), _parts(measured, model, how))
-        if output is not None:
-            stdout().print(f"written: {output}", soft_wrap=True)
+    with kept("--output", output, measured.write, silent=as_json):
+        if as_json:
+            print_json(measured.to_dict())
+        else:
+            show_parts(stdout(), _parts(measured, model, how))
     if html is not None:
         write_page(
             html, f"What kernels gain in a training step of {model}", _parts(measured, model, how), silent=as_json

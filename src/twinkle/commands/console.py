@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,15 +55,37 @@ def show_parts(console: Console, parts: Iterable[Part]) -> None:
     show(console, laid_out(parts, console.width))
 
 
+@contextmanager
+def kept(option: str, file: Path | None, write: Callable[[Path], object], *, silent: bool) -> Iterator[None]:
+    """Writes what the block then prints to a file, if one was named; afterwards says so unless ``silent``.
+
+    First the file, for a terminal may go away; but one that can't be written doesn't keep the block from printing.
+
+    Raises:
+        CommandError: the file can't be written, although it could when the command began: a full disk, say.
+    """
+    failed = None
+    try:
+        if file is not None:
+            write(file)
+    except OSError as error:
+        failed = error
+    yield
+    if failed is not None:
+        raise CommandError(f"{option} {file}: {failed.strerror}; it isn't whole, but what was found is above")
+    if file is not None and not silent:
+        stdout().print(f"written: {file}", soft_wrap=True)
+
+
 def write_page(file: Path, title: str, parts: Iterable[Part], *, silent: bool) -> None:
-    """Writes a report's parts as a page, and says so unless ``silent``."""
+    """Writes a report's parts, which were printed, as a page for ``--html``: see :func:`kept`."""
     from twinkle.bench.results import packages
     from twinkle.page import page
 
     # A file's name need not be text: what of it can't be written is no reason to lose what was measured.
-    file.write_text(page(title, parts, packages()), encoding="utf-8", errors="replace")
-    if not silent:
-        stdout().print(f"written: {file}", soft_wrap=True)
+    text = page(title, parts, packages())
+    with kept("--html", file, lambda at: at.write_text(text, encoding="utf-8", errors="replace"), silent=silent):
+        pass
 
 
 def print_json(data: Any) -> None:

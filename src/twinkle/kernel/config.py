@@ -188,6 +188,7 @@ def default_chain(op: str) -> tuple[str, ...]:
 
 
 DEFAULT_KERNEL_CONFIG: dict[str, KernelChoice] = _build()
+"""The mapping that ``kernelize`` takes when none is given."""
 
 OPT_IN_KERNEL_CONFIG: dict[str, KernelChoice] = {key: KernelChoice(*choice) for key, choice in _OPT_IN.items()}
 """Further entries: ``{**DEFAULT_KERNEL_CONFIG, **OPT_IN_KERNEL_CONFIG}`` is all that there is for training."""

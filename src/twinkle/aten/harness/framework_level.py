@@ -61,7 +61,7 @@ def compare(outcome: Outcome, specs: Sequence[OperatorSpec], profile: Profile) -
         except ModelError as error:
             *_, last = str(error).strip().splitlines() or ["it said nothing"]
             whose = "; ".join(places.of_declaration(spec, "model") for spec in members)
-            outcome.check(f"the process of the model {model} failed: {last}; {whose}", False)
+            outcome.check(f"the process of the model {model or 'qwen3'} failed: {last}; {whose}", False)
             outcome.facts["model's process"] = str(error)[-4000:]
 
 
@@ -111,7 +111,7 @@ def observe(specs: list[OperatorSpec], profile: Profile, model: dict[str, Any]) 
         for spec in specs
     ]
     task: dict[str, Any] = {"device": profile.device, "model": model, "registrations": registrations}
-    command = [sys.executable, "-m", "twinkle.aten.harness.model"]
+    command = [sys.executable, "-P", "-m", "twinkle.aten.harness.model"]  # not what lies in the folder that we are in
     with tempfile.TemporaryDirectory() as folder:
         task["kept"] = str(Path(folder, "numbers.pt"))
         done = subprocess.run(command, input=json.dumps(task), capture_output=True, text=True, timeout=600)

@@ -47,8 +47,11 @@ def observe_model(device: str, model: dict[str, Any], registrations: list[dict[s
         live = {}
         for registration in registrations:
             counter: dict[str, int] = {}
-            asker = registration["package"] and f"{registration['package']}.test"
-            spec = spec_beside(asker, Path(registration["folder"]))
+            package, folder = registration["package"], Path(registration["folder"])
+            if package:
+                # Where the parent found it, by a path of its own maybe.
+                sys.path.append(str(folder.parents[package.count(".")]))
+            spec = spec_beside(package and f"{package}.test", folder)
             made = spec.register_a1(registration["dispatch_key"], counter, registration["platform"])
             live[made.operator] = stack.enter_context(made), counter
         torch.manual_seed(1)

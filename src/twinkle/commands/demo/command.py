@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from twinkle.commands.console import progress, stdout
+from twinkle.commands.console import kept, progress, stdout
 from twinkle.commands.demo.outcome import Outcome, Run
 from twinkle.commands.demo.page import page
 from twinkle.commands.demo.processes import Worker, WorkerFailed
@@ -40,9 +40,9 @@ def run(*, steps: int, seconds: float, html: Path, device: str | None, backends:
     except WorkerFailed as failure:
         print(f"{failure.trace}\ntwinkle-kernel: {failure}", file=sys.stderr)
         return 1
-    html.write_text(page(outcome), encoding="utf-8")
     console = stdout()
-    show(console, outcome)
+    with kept("--html", html, lambda file: file.write_text(page(outcome), encoding="utf-8"), silent=True):
+        show(console, outcome)
     took = time.perf_counter() - started
     console.print(f"\nReport: {html} ({took:.0f} s in all)", style="bold", soft_wrap=True)
     return 0 if outcome.passed() else 1
