@@ -50,6 +50,7 @@ def test_it_runs(
     if name == "hub_kernel":
         pytest.importorskip("kernels")
     monkeypatch.setattr(worthwhile, "_every_size", False)  # as it is outside tests
+    monkeypatch.setenv("COLUMNS", "120")
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     printed = capsys.readouterr().out
     assert re.search(SAYS[name], printed), printed

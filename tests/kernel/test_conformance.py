@@ -25,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("own_registry")
 
 CPU = torch.device("cpu")
 OPS = {
+    "add_rms_norm": (),
     "causal_lm_loss": (),
     "gated_rms_norm": ("qwen3_next",),
     "geglu": ("gemma",),
@@ -32,6 +33,7 @@ OPS = {
     "moe_experts": ("qwen3_moe",),
     "moe_router": ("qwen3_moe",),
     "multimodal_rotary": (),
+    "qk_norm_rotary": (),
     "rms_norm": ("llama",),
     "rotary": ("llama",),
     "sdpa_attention": (),

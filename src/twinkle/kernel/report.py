@@ -102,9 +102,11 @@ def _report(model: nn.Module) -> Report:
     # A row that a later call's replaced may still serve the modules which that call didn't reach.
     for row in [*(row for row in live if row not in noted), *noted]:
         if row.state == "installed" and row.scope == "model" and row in by_method:
-            row.instances = live[row]
-            if not row.instances:  # a later call put something else there
+            if not live[row]:  # a later call put something else there
                 continue
+            # An installer may count as one place what it changes on several modules.
+            told = live[row] if row.installer == "default_installer" else row.instances or live[row]
+            row.instances = min(told, live[row])
         gone = [patch for patch in row.patches if patch.owner is not None and patch.claimed and not patch.in_place]
         seen = [f"{patch.where} was replaced by somebody else since" for patch in gone]
         if hidden[row]:
