@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.aten.conftest import SIMULATED
+from tests.aten.conftest import ROOT, SIMULATED
 from twinkle.aten import Profile, catalog, routes
 from twinkle.bench import routes as table_of
 from twinkle.bench.aten import NATIVE
-from twinkle.bench.results import Result
+from twinkle.bench.results import Result, read
 
 
 def timed(size: int, who: str, us: float, host_us: float | None = None) -> Result:
@@ -69,3 +69,8 @@ def test_the_shipped_table_is_as_it_is_written(tmp_path: Path) -> None:
     assert written["nvidia"].pop("sm_1") == {"clone": {"gaps": None}, "silu": {"any": 4}}
     assert written.pop("amd") == {"gfx": {"clone": {"gaps": 4}}}
     assert written == routes.table()
+
+
+def test_the_shipped_table_is_what_the_committed_results_give() -> None:
+    found = read(ROOT / "benchmarks" / "results" / "cuda" / "routes.json")
+    assert routes.table()["nvidia"]["sm_90"] == table_of.tables(list(found.results))
