@@ -36,14 +36,14 @@ def seconds(model: Any, batch: dict[str, torch.Tensor]) -> float:
     """One training step."""
     start = time.perf_counter()
     model(**batch).loss.backward()
-    if batch["input_ids"].is_cuda:
-        torch.cuda.synchronize()
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
     model.zero_grad()
     return time.perf_counter() - start
 
 
 def main() -> None:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     model = presets.build("qwen3").to(device).train()
     rows = torch.randint(3, 250, (16, 256), device=device)
     batch = {"input_ids": rows, "labels": rows}

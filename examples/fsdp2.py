@@ -21,11 +21,11 @@ from twinkle.kernel.report import report
 
 def main() -> None:
     torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
-    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     model = presets.build("qwen3").to(device).train()
     kernelize(model)  # in every process, and before fully_shard
     for layer in model.model.layers:

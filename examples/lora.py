@@ -13,7 +13,7 @@ from twinkle.kernel.undo import unkernelize
 
 def main() -> None:
     torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     base = presets.build("qwen3").to(device)  # or AutoModelForCausalLM.from_pretrained(...)
     model = get_peft_model(base, LoraConfig(r=8, target_modules="all-linear")).train()
     kernelize(model)  # projections are called as modules, so their adapters count

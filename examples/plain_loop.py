@@ -12,7 +12,7 @@ from twinkle.kernel.undo import unkernelize
 
 def main() -> None:
     torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     model = presets.build("qwen3").to(device).train()  # or AutoModelForCausalLM.from_pretrained(...)
     kernelize(model)  # before the optimizer or after it: parameters stay the same objects
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
