@@ -106,6 +106,7 @@ def _device_module(name: str) -> types.ModuleType:
         "_lazy_init": lambda: None,
         "_is_in_bad_fork": lambda: False,
         "synchronize": lambda device=None: None,
+        "manual_seed": generator.manual_seed,
         "manual_seed_all": generator.manual_seed,
         "get_rng_state": lambda device=None: generator.get_state(),
         "set_rng_state": lambda state, device=None: generator.set_state(state),

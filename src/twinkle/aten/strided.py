@@ -156,6 +156,7 @@ def _tile(plan: Plan, itemsize: int) -> tuple[int, int, int]:
     """Rows and columns of a plan's tiles, powers of two; and the warps for one."""
     columns, rows = _power_of_two(plan.sizes[0]), 1 if plan.rows is None else _power_of_two(plan.sizes[plan.rows])
     if not plan.transposing:
+        # Two rows at least, where there are: of an element that a row repeats, one row at a time is slower.
         width = min(columns, AREA // min(rows, 2))
         return min(rows, AREA // width), width, WARPS
     assert plan.rows is not None

@@ -93,14 +93,19 @@ def _seeded(device: torch.device) -> Iterator[None]:
     """The CPU's and the device's random numbers begin at the same place within, and go on as before afterwards."""
     import torch
 
-    accelerator = None if device.type == "cpu" else torch.get_device_module(device)
-    number = [] if accelerator is None else [accelerator.current_device() if device.index is None else device.index]
-    with torch.random.fork_rng(devices=number, device_type="cuda" if accelerator is None else device.type):
+    with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        if accelerator is not None:
-            with accelerator.device(number[0]):
-                accelerator.manual_seed(0)
-        yield
+        if device.type == "cpu":
+            yield
+            return
+        numbers = torch.get_device_module(device)
+        with torch.accelerator.device_index(device.index):
+            before = numbers.get_rng_state()
+            numbers.manual_seed(0)
+            try:
+                yield
+            finally:
+                numbers.set_rng_state(before)
 
 
 def _layers_override(layers: int | None) -> dict[str, int]:
