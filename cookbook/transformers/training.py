@@ -71,6 +71,10 @@ def processes(settings: Settings) -> Iterator[Place]:
         yield Place(dist.get_rank(), world, device)
     finally:
         dist.destroy_process_group()
+        if backend == "gloo":
+            # DTensor's caches hold groups, whose threads therefore live on. One that lets go of its last tensor while
+            # the interpreter ends aborts the process, since it is refused the GIL; a moment later none has any left.
+            time.sleep(0.2)
 
 
 # --- the model --------------------------------------------------------------------------------------------------------

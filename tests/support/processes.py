@@ -91,6 +91,7 @@ def _worker(rank: int, folder: str, world: int, cases: str, death: str | None, b
             Path(folder, f"death.{rank}").write_text(_outlived(_load(death), mesh))
             os._exit(0)  # what is left of the group can't be taken apart together
     dist.destroy_process_group()
+    time.sleep(0.2)  # a thread of gloo that is still at work when the interpreter ends aborts the process
 
 
 def _outlived(death: Callable[[DeviceMesh], Any], mesh: DeviceMesh) -> str:
