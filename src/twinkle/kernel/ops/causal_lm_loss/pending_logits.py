@@ -13,7 +13,7 @@ import math
 import sys
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -352,9 +352,10 @@ def _value_of(value: Any, why: str) -> Any:
 
 def _check_no_function() -> None:
     """Raises in the forward of an ``autograd.Function`` that the model called. No gradient would get out of it."""
+    forwards = set(_forwards(torch.autograd.Function))
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != _INSTALLER:
-        if frame.f_code is _APPLY:
+        if frame.f_code in forwards:
             raise RuntimeError(
                 "the model hands its logits to an autograd.Function (or a reentrant checkpoint), which would get no "
                 "gradient for them, since they aren't computed yet; leave 'fused_ce' out for this model"
@@ -363,7 +364,15 @@ def _check_no_function() -> None:
 
 
 _INSTALLER = f"{__package__}.installer"
-_APPLY = inspect.unwrap(torch.autograd.Function.apply).__code__
+
+
+def _forwards(function: type) -> Iterator[types.CodeType]:
+    """What runs as the forward of any kind of ``autograd.Function``: its ``apply`` leaves no frame from torch 2.14 on."""
+    for kind in function.__subclasses__():
+        yield from _forwards(kind)
+        code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+        if code is not None:
+            yield code
 
 
 def _leaves_last_dimension(index: Any, dimensions: int) -> bool:
