@@ -58,7 +58,10 @@ def by_autograd(
     wanted = [i for i, value in enumerate(arguments) if isinstance(value, torch.Tensor) and value.requires_grad]
     again = torch.is_grad_enabled()  # the gradient's own gradient is wanted
     with torch.enable_grad():
-        inputs = [arguments[i] if again else arguments[i].detach().requires_grad_() for i in wanted]
+        # By aliases: of an argument that another one was computed from, only its own part belongs here.
+        inputs = [
+            arguments[i].view_as(arguments[i]) if again else arguments[i].detach().requires_grad_() for i in wanted
+        ]
         given = list(arguments)
         for i, value in zip(wanted, inputs, strict=True):
             given[i] = value

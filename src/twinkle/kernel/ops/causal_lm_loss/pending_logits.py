@@ -367,7 +367,7 @@ _INSTALLER = f"{__package__}.installer"
 
 
 def _forwards(function: type) -> Iterator[types.CodeType]:
-    """What runs as the forward of any kind of ``autograd.Function``: its ``apply`` leaves no frame from torch 2.14 on."""
+    """What runs as the forward of each kind of ``autograd.Function``, whose ``apply`` leaves no frame from 2.14 on."""
     for kind in function.__subclasses__():
         yield from _forwards(kind)
         code = getattr(inspect.unwrap(kind.forward), "__code__", None)

@@ -10,11 +10,12 @@ import torch
 import triton
 from torch.compiler import is_compiling
 
+from twinkle.gradients import gradients_with_graph
 from twinkle.kernel.ops.fused_norms import add_kernels as kernels
 from twinkle.kernel.ops.fused_norms.add_reference import SumAndNorm, original
 from twinkle.kernel.ops.rms_norm.triton_launch import WIDEST, shape_of
 from twinkle.kernel.ops.triton_sums import GROUP, counters
-from twinkle.kernel.ops.triton_support import call_reason, device_reason, gradients_with_graph, library_op
+from twinkle.kernel.ops.triton_support import call_reason, device_reason, library_op
 from twinkle.memory import Memory
 from twinkle.reasons import Reason
 from twinkle.triton_programs import Launch, Make, Program, Traced, Workspace, workspace

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.compiler import is_compiling
 
+from twinkle.gradients import gradients_with_graph
 from twinkle.kernel.ops.fused_norms import qk_launch
 from twinkle.kernel.ops.fused_norms.qk_launch import Kind
 from twinkle.kernel.ops.fused_norms.qk_reference import Rotated, original
-from twinkle.kernel.ops.triton_support import call_reason, device_reason, gradients_with_graph, library_op
+from twinkle.kernel.ops.triton_support import call_reason, device_reason, library_op
 from twinkle.memory import Memory
 from twinkle.reasons import Reason
 from twinkle.triton_programs import Program, Traced, Workspace, workspace

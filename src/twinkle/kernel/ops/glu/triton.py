@@ -16,18 +16,12 @@ import triton
 from torch import nn
 from torch.compiler import is_compiling
 
+from twinkle.gradients import gradients_with_graph
 from twinkle.kernel.ops.computed_again import computed_again
 from twinkle.kernel.ops.derived import layer
 from twinkle.kernel.ops.glu import triton_kernels as kernels
 from twinkle.kernel.ops.glu.reference import ACTIVATIONS
-from twinkle.kernel.ops.triton_support import (
-    call_reason,
-    device_reason,
-    gradients_with_graph,
-    library_op,
-    rows_of,
-    tuned,
-)
+from twinkle.kernel.ops.triton_support import call_reason, device_reason, library_op, rows_of, tuned
 from twinkle.kernel.ops.worthwhile import slower_for
 from twinkle.memory import Memory
 from twinkle.reasons import Reason

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from twinkle.gradients import gradients_with_graph
 from twinkle.kernel.ops.moe.experts_reference import MoeExpertsVariant, Stacks, moe_experts
 from twinkle.kernel.ops.moe.routing import Route
-from twinkle.kernel.ops.triton_support import gradients_with_graph
 
 SMOOTH = ("silu", "gelu", "gelu_tanh")
 """Activations whose gradient has a closed form here."""

@@ -15,9 +15,10 @@ import triton.language as tl
 from torch import nn
 from torch.compiler import is_compiling
 
+from twinkle.gradients import gradients_with_graph
 from twinkle.kernel.ops.derived import layer
 from twinkle.kernel.ops.moe.block_reference import nothing_to_fuse
-from twinkle.kernel.ops.triton_support import call_reason, device_reason, gradients_with_graph
+from twinkle.kernel.ops.triton_support import call_reason, device_reason
 from twinkle.memory import Memory
 from twinkle.triton_programs import Launch, Program
 

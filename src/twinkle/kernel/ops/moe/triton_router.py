@@ -16,9 +16,10 @@ import triton.language as tl
 from torch import nn
 from torch.compiler import is_compiling
 
+from twinkle.gradients import gradients_with_graph
 from twinkle.kernel.ops.derived import layer
 from twinkle.kernel.ops.moe.router_reference import MoeRouterVariant, Routed, scores_of
-from twinkle.kernel.ops.triton_support import call_reason, device_reason, gradients_with_graph
+from twinkle.kernel.ops.triton_support import call_reason, device_reason
 from twinkle.memory import Memory
 from twinkle.reasons import Reason
 from twinkle.triton_programs import Launch, Program

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from twinkle.gradients import gradients_with_graph
 from twinkle.kernel.ops.derived import layer
 from twinkle.kernel.ops.rms_norm.gated_reference import GatedRMSNormVariant, gated_rms_norm
 from twinkle.kernel.ops.rms_norm.reference import RMSNormVariant, rms_norm
@@ -137,16 +138,16 @@ def _backward(
     return dx, dweight, dgate
 
 
-def _differentiable_backward(ctx: Any, x: Any, weight: Any, gate: Any, dy: torch.Tensor) -> list[torch.Tensor | None]:
+def _differentiable_backward(ctx: Any, x: Any, weight: Any, gate: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     """The same gradients for a second derivative: those of the reference, with a graph of their own."""
     options = {"compute_dtype": _wide(x)}
-    if gate is None:
-        y = rms_norm(x, weight, ctx.eps, offset=ctx.offset, cast="after", **options)
-    else:
-        y = gated_rms_norm(x, gate, weight, ctx.eps, **options)
-    inputs = [t for t, needed in zip((x, weight, gate), ctx.needs_input_grad, strict=False) if needed]
-    gradients = iter(torch.autograd.grad(y, inputs, dy, create_graph=True))
-    return [next(gradients) if needed else None for needed in ctx.needs_input_grad[:3]]
+
+    def formula(x: Any, weight: Any, gate: Any) -> torch.Tensor:
+        if gate is None:
+            return rms_norm(x, weight, ctx.eps, offset=ctx.offset, cast="after", **options)
+        return gated_rms_norm(x, gate, weight, ctx.eps, **options)
+
+    return gradients_with_graph(formula, (x, weight, gate), ctx.needs_input_grad[:3], dy)
 
 
 def refuse_few_passes(x: torch.Tensor) -> str | None:

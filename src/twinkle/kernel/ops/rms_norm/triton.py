@@ -10,19 +10,13 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
+from twinkle.gradients import gradients_with_graph
 from twinkle.kernel.ops.derived import layer
 from twinkle.kernel.ops.rms_norm import triton_launch
 from twinkle.kernel.ops.rms_norm.gated_reference import gated_rms_norm
 from twinkle.kernel.ops.rms_norm.reference import rms_norm as reference_rms_norm
 from twinkle.kernel.ops.rms_norm.triton_launch import WIDEST, Kind
-from twinkle.kernel.ops.triton_support import (
-    call_reason,
-    device_reason,
-    gradients_with_graph,
-    has_rows,
-    library_op,
-    rows_reason,
-)
+from twinkle.kernel.ops.triton_support import call_reason, device_reason, has_rows, library_op, rows_reason
 from twinkle.memory import Memory
 from twinkle.reasons import Reason
 from twinkle.triton_programs import Program, Traced, Workspace, workspace

@@ -11,10 +11,11 @@ import torch
 import triton
 from torch.compiler import is_compiling
 
+from twinkle.gradients import gradients_with_graph
 from twinkle.kernel.ops.rotary import triton_kernels as kernels
 from twinkle.kernel.ops.rotary.reference import DIALECTS, Dialect, RotaryVariant, with_signature
 from twinkle.kernel.ops.rotary.reference import rotate as reference_rotate
-from twinkle.kernel.ops.triton_support import call_reason, device_reason, far, gradients_with_graph, library_op, tuned
+from twinkle.kernel.ops.triton_support import call_reason, device_reason, far, library_op, tuned
 from twinkle.memory import Memory
 from twinkle.reasons import Reason
 from twinkle.triton_programs import Launch, Make, Program, Traced
