@@ -186,6 +186,25 @@ def test_hooks_see_logits():
     unkernelize(model)
 
 
+@pytest.mark.parametrize(
+    "register",
+    [
+        nn.modules.module.register_module_forward_pre_hook,
+        nn.modules.module.register_module_forward_hook,
+        nn.modules.module.register_module_full_backward_pre_hook,
+        nn.modules.module.register_module_full_backward_hook,
+    ],
+)
+@pytest.mark.filterwarnings("ignore:(For backward hooks to be called|Full backward hook is firing)")
+def test_hooks_for_all_modules_see_the_head(register):
+    model, seen = kernelize(build(), FUSED), []
+    with register(lambda module, *_: seen.append(module)):
+        assert step(model)[0].logits is not None
+    assert model.lm_head in seen
+    assert the_row(model).fallbacks == {"there are hooks for all modules": 1}
+    unkernelize(model)
+
+
 def with_penalty(self, *args, labels=None, **kwargs):
     logits = self.lm_head(self.model(*args, **kwargs).last_hidden_state)
     loss = F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), labels.view(-1))

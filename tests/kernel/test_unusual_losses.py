@@ -262,9 +262,11 @@ def test_a_masked_language_model_and_hooks_around_its_head():
         torch.testing.assert_close(model(**inputs).loss, rounded, rtol=1e-5, atol=0)
     assert the_row(model).calls == 2
     seen = []
-    model.cls.register_forward_hook(lambda module, args, output: seen.append(output))
-    assert step(model, inputs)[0].logits is seen[0]
-    assert the_row(model).fallbacks == {"a module around the head has hooks": 1}
+    with model.cls.register_forward_hook(lambda module, args, output: seen.append(output)):
+        assert step(model, inputs)[0].logits is seen[0]
+    with model.cls.register_full_backward_pre_hook(lambda module, grads: seen.append(grads[0])):
+        assert step(model, inputs)[0].logits.shape == seen[1].shape
+    assert the_row(model).fallbacks == {"a module around the head has hooks": 2}
     unkernelize(model)
 
 

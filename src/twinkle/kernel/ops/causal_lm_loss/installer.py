@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.compiler import is_compiling
-from torch.nn.modules import module as modules
 from torch.nn.utils import parametrize
 
 from twinkle.kernel.calls import as_original, counted, signature_of
 from twinkle.kernel.journal import Refused
 from twinkle.kernel.ops.causal_lm_loss.pending_logits import Head, PendingLogits
+from twinkle.kernel.ops.hooks import hooks_for_all, hooks_on
 from twinkle.kernel.ops.torch_support import transformed
 from twinkle.kernel.reclass import own_forward, peel
 from twinkle.kernel.undo import active_transaction, patch_method
@@ -213,17 +213,13 @@ def _fused(original: Callable[..., Any], path: str, loss: Callable[..., Any], co
 def _hooked(model: Any, path: str) -> str | None:
     """Why somebody would see pending logits, or miss the head's gradients; None where nobody does."""
     head = model.get_submodule(path)
-    if any((head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)):
+    if hooks_on(head):
         return "the head has hooks"
     if own_forward(head) is not None:
         return "the head has a forward of its own"
-    if modules._global_forward_hooks or modules._global_backward_hooks:
-        return "there are hooks for all modules"
     names = path.split(".")[:-1]
     around = [model.get_submodule(".".join(names[: depth + 1])) for depth in range(len(names))]
-    if any(module._forward_hooks or module._backward_hooks for module in around):
-        return "a module around the head has hooks"
-    return None
+    return "a module around the head has hooks" if any(map(hooks_on, around)) else hooks_for_all()
 
 
 def _why_not_fused(session: _Session) -> str:

@@ -366,7 +366,7 @@ def _check_no_function() -> None:
 _INSTALLER = f"{__package__}.installer"
 
 
-def _forwards(function: type) -> Iterator[types.CodeType]:
+def _forwards(function: Any) -> Iterator[types.CodeType]:
     """What runs as the forward of each kind of ``autograd.Function``, whose ``apply`` leaves no frame from 2.14 on."""
     for kind in function.__subclasses__():
         yield from _forwards(kind)

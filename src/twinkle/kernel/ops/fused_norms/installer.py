@@ -16,7 +16,8 @@ from torch import nn
 from twinkle.kernel.calls import as_original, counted
 from twinkle.kernel.install import obstacle
 from twinkle.kernel.journal import Refused, patch_of
-from twinkle.kernel.ops.fused_norms.norms import Norm, hooks_for_all, norm_of
+from twinkle.kernel.ops.fused_norms.norms import Norm, norm_of
+from twinkle.kernel.ops.hooks import hooks_for_all
 from twinkle.kernel.ops.fused_norms.patterns import FUSED, Found, norms_and_rotary, sum_and_norm
 from twinkle.kernel.ops.fused_norms.qk_reference import DIALECT
 from twinkle.kernel.ops.fused_norms.rewriting import body_of, rewritten

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.compiler import assume_constant_result, is_compiling
-from torch.nn.modules import module as modules
 
 from twinkle.kernel import registry
+from twinkle.kernel.ops.hooks import hooks_on
 from twinkle.kernel.ops.rms_norm.reference import RMSNormVariant
 from twinkle.kernel.probe import variant_of
 from twinkle.kernel.reclass import installed_on, peel
@@ -66,16 +66,9 @@ class Norm:
             return "a norm is not, or does not run, what was there when the kernel was installed"
         if "forward" in module.__dict__:
             return "a norm has a forward of its own"
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        if hooks_on(module):
             return "a norm has hooks"
         return None
-
-
-def hooks_for_all() -> str | None:
-    """Why every module has to be called."""
-    if modules._global_forward_hooks or modules._global_forward_pre_hooks or modules._global_backward_hooks:
-        return "there are hooks for all modules"
-    return "there are hooks for all modules" if modules._global_backward_pre_hooks else None
 
 
 @assume_constant_result
