@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+
+from twinkle.platforms import platform_of
+from twinkle.reasons import Reason
 
 
 @functools.cache
@@ -21,6 +25,39 @@ def interpreted() -> bool:
     import triton
 
     return bool(triton.knobs.runtime.interpret)
+
+
+def device_types(kinds: tuple[str, ...], nowhere: str, install: str) -> frozenset[str] | Reason:
+    """The device types whose memory Triton's programs can work on here, or why there is none.
+
+    Args:
+        kinds: the device types that the programs are for, in the order of preference.
+        nowhere: what to say where none of them is.
+        install: the command that brings Triton.
+    """
+    gpu = next((kind for kind in kinds if platform_of(kind) is not None), None)
+    if importlib.util.find_spec("triton") is None:  # without a device, installing it would only lead to the next reason
+        no_package = Reason("no-package", "the package triton is not installed", install)
+        return no_package if gpu else Reason("no-device", nowhere)
+    try:
+        import triton
+
+        if bool(triton.knobs.runtime.interpret) is not interpreted():
+            hint = "set it before the first import, or not at all"
+            return Reason("interpreter", "TRITON_INTERPRET was changed after triton was imported", hint)
+    except Exception as error:
+        return Reason.of_error(error, "broken-package", "importing triton")
+    if interpreted():
+        return frozenset({"cpu", gpu} - {None})  # type: ignore[arg-type]
+    if gpu is None:
+        hint = "set TRITON_INTERPRET=1 before triton is imported to run its programs on the CPU, for tests"
+        return Reason("no-device", nowhere, hint)
+    try:
+        # The device may be there and Triton's driver not work, e.g. for want of a C compiler.
+        assert triton.runtime.driver.active is not None
+    except Exception as error:
+        return Reason.of_error(error, "no-driver", f"asking Triton for its {gpu} driver")
+    return frozenset({gpu})
 
 
 class Launch(NamedTuple):

@@ -133,7 +133,8 @@ def test_packages_that_are_not_there() -> None:
     answers = run(
         """
         from importlib import util
-        from twinkle.kernel.ops import liger_support, triton_support
+        from twinkle import triton_programs
+        from twinkle.kernel.ops import triton_support
 
         found = util.find_spec
         for name in ("triton", "liger_kernel"):
@@ -141,7 +142,7 @@ def test_packages_that_are_not_there() -> None:
             answers[name] = ask()
             if name == "triton":
                 answers["own"] = str(triton_support.available()[1])
-                liger_support.platform_of = triton_support.platform_of = lambda kind: "a platform"
+                triton_programs.platform_of = lambda kind: "a platform"
                 answers["own with a GPU"] = str(triton_support.available()[1])
                 answers["triton with a GPU"] = ask()
         """,
@@ -153,6 +154,26 @@ def test_packages_that_are_not_there() -> None:
     install = "pip install 'twinkle-kernel[liger]'"
     assert answers["triton with a GPU"] == ["no-package", f"the package triton is not installed ({install})"]
     assert answers["liger_kernel"] == ["no-package", f"the package liger-kernel is not installed ({install})"]
+
+
+def test_a_gpu_without_a_working_driver() -> None:
+    """As where Triton finds no C compiler: no kernel of Triton's can be launched, by anybody."""
+    answers = run(
+        """
+        import triton
+        from twinkle import triton_programs
+        from twinkle.kernel.ops import triton_support
+
+        def broken(self):
+            raise RuntimeError("Failed to find C compiler.")
+
+        triton_programs.platform_of = lambda kind: "a platform" if kind == "cuda" else None
+        type(triton.runtime.driver).active = property(broken)
+        answers["own"], answers["liger"] = str(triton_support.available()[1]), ask()
+        """
+    )
+    why = "asking Triton for its cuda driver raised RuntimeError: Failed to find C compiler."
+    assert answers == {"own": why, "liger": ["no-driver", why]}
 
 
 def test_an_interpreter_with_gaps_is_found_by_running_a_kernel_and_moe_is_not_tuned_by_surprise() -> None:

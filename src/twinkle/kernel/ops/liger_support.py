@@ -18,10 +18,9 @@ from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
 from twinkle.kernel.ops.torch_support import transformed
-from twinkle.kernel.ops.triton_support import DTYPES, interpreted
-from twinkle.platforms import platform_of
+from twinkle.kernel.ops.triton_support import DTYPES
 from twinkle.reasons import Reason
-from twinkle.triton_programs import on_device
+from twinkle.triton_programs import device_types, interpreted, on_device
 
 if TYPE_CHECKING:
     from twinkle.kernel.targets import Site
@@ -56,7 +55,8 @@ def available(symbols: tuple[str, ...] = SYMBOLS) -> tuple[bool, Reason | None]:
     """
     global _launchable
     try:
-        found = _device_types()
+        nowhere = f"no device for Liger's Triton kernels (looked for {', '.join(GPU_TYPES)})"
+        found = device_types(GPU_TYPES, nowhere, _INSTALL)
         if isinstance(found, Reason):
             return False, found
         missing = _missing(symbols) or (_disproved() if interpreted() else None)
@@ -65,31 +65,6 @@ def available(symbols: tuple[str, ...] = SYMBOLS) -> tuple[bool, Reason | None]:
     if missing is None:
         _launchable = found
     return missing is None, missing
-
-
-def _device_types() -> frozenset[str] | Reason:
-    """The device types that Triton can launch on here, or why there is none."""
-    gpu = next((kind for kind in GPU_TYPES if platform_of(kind) is not None), None)
-    nowhere = f"no device for Liger's Triton kernels (looked for {', '.join(GPU_TYPES)})"
-    if importlib.util.find_spec("triton") is None:  # without a device, installing it would only lead to the next reason
-        no_package = Reason("no-package", "the package triton is not installed", _INSTALL)
-        return no_package if gpu else Reason("no-device", nowhere)
-    import triton
-
-    if bool(triton.knobs.runtime.interpret) is not interpreted():
-        hint = "set it before the first import, or not at all"
-        return Reason("interpreter", "TRITON_INTERPRET was changed after triton was imported", hint)
-    if interpreted():
-        return frozenset({"cpu", gpu} - {None})  # type: ignore[arg-type]
-    if gpu is None:
-        hint = "TRITON_INTERPRET=1, set before triton is imported, runs them on a CPU, for tests"
-        return Reason("no-device", nowhere, hint)
-    try:
-        # The device may be there and Triton's driver not work, e.g. for want of a C compiler.
-        assert triton.runtime.driver.active is not None
-    except Exception as error:
-        return Reason.of_error(error, "no-driver", f"asking Triton for its {gpu} driver")
-    return frozenset({gpu})
 
 
 def _missing(symbols: tuple[str, ...]) -> Reason | None:

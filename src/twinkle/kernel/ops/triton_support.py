@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.resources
-import importlib.util
 import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,9 +12,8 @@ import torch
 from torch.compiler import is_compiling
 
 from twinkle.kernel.ops.torch_support import transformed
-from twinkle.platforms import platform_of
 from twinkle.reasons import Reason
-from twinkle.triton_programs import interpreted
+from twinkle.triton_programs import device_types, interpreted
 
 if TYPE_CHECKING:
     from twinkle.kernel.targets import Site
@@ -26,18 +24,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def available() -> tuple[bool, Reason | None]:
     """Whether Triton is here and has something to run on."""
-    found = any(platform_of(kind) is not None for kind in GPU_TYPES)
-    no_gpu = "Triton has no GPU to run on"
-    if importlib.util.find_spec("triton") is None:  # without a GPU, installing it would only lead to the next reason
-        no_package = Reason("no-package", "the package triton is not installed", "pip install triton")
-        return False, no_package if found else Reason("no-device", no_gpu)
-    try:
-        if interpreted():
-            return True, None
-    except Exception as error:
-        return False, Reason.of_error(error, "broken-package", "importing triton")
-    hint = "set TRITON_INTERPRET=1 before triton is imported to run its programs on the CPU, for tests"
-    return (True, None) if found else (False, Reason("no-device", no_gpu, hint))
+    found = device_types(GPU_TYPES, "Triton has no GPU to run on", "pip install triton")
+    return (False, found) if isinstance(found, Reason) else (True, None)
 
 
 def device_reason(site: Site) -> Reason | None:

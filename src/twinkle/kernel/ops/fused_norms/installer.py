@@ -17,10 +17,10 @@ from twinkle.kernel.calls import as_original, counted
 from twinkle.kernel.install import obstacle
 from twinkle.kernel.journal import Refused, patch_of
 from twinkle.kernel.ops.fused_norms.norms import Norm, norm_of
-from twinkle.kernel.ops.hooks import hooks_for_all
 from twinkle.kernel.ops.fused_norms.patterns import FUSED, Found, norms_and_rotary, sum_and_norm
 from twinkle.kernel.ops.fused_norms.qk_reference import DIALECT
 from twinkle.kernel.ops.fused_norms.rewriting import body_of, rewritten
+from twinkle.kernel.ops.hooks import hooks_for_all
 from twinkle.kernel.ops.rotary import reference as rotary_reference
 from twinkle.kernel.ops.rotary.reference import SIGNATURES
 from twinkle.kernel.probe import variant_of
