@@ -217,6 +217,16 @@ def test_where_it_does_not_fit_transformers_own_serves_and_a_warning_says_so(
     assert len(said) == 1 and said[0].startswith("Qwen3MoeExperts: twinkle_torch doesn't serve it: ")
 
 
+def test_a_call_that_it_refuses_is_told_once(registered: tuple[str, ...], caplog: pytest.LogCaptureFixture) -> None:
+    model = presets.build("qwen3_moe").to(DEVICE)
+    model.set_experts_implementation("twinkle_torch")
+    for _ in range(2):
+        with torch.autocast(DEVICE, torch.bfloat16):
+            model(**presets.inputs(model))
+    (said,) = [record.message for record in caplog.records if record.name.startswith("twinkle")]
+    assert said.startswith("Qwen3MoeExperts: twinkle_torch doesn't serve it: autocast would make the original")
+
+
 def test_the_registry_is_left_as_it_was() -> None:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 

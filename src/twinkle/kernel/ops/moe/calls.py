@@ -78,11 +78,3 @@ def call_reason(x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, sta
     if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != x.dtype:
         return "autocast would make the original multiply in another dtype"
     return None
-
-
-@functools.cache
-def has_grouped_mm(device: torch.device) -> bool:
-    """Whether PyTorch multiplies groups of rows in one call there: on CPUs, and NVIDIA GPUs from Ampere on."""
-    if device.type == "cuda":
-        return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
-    return device.type == "cpu"

@@ -15,7 +15,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from twinkle.kernel.ops.derived import layer
-from twinkle.kernel.ops.moe.calls import SMOOTH, call_reason, differentiable, has_grouped_mm
+from twinkle.kernel.ops.moe.calls import SMOOTH, call_reason, differentiable
 from twinkle.kernel.ops.moe.experts_reference import (
     Gate,
     MoeExpertsVariant,
@@ -23,6 +23,7 @@ from twinkle.kernel.ops.moe.experts_reference import (
     other_implementation,
     stacks_of,
 )
+from twinkle.kernel.ops.moe.grouped_mm import has_grouped_mm, inwards, stack_gradient, whole_16_bytes
 from twinkle.kernel.ops.moe.routing import Route, route
 from twinkle.kernel.ops.torch_support import transformed
 from twinkle.reasons import Reason
@@ -45,7 +46,7 @@ def grouped_experts(
     # What a product leaves as it was is not a number perhaps, in either direction.
     rows = _rows(x, to).masked_fill(nobody, 0)
     projected = _projected(rows, to, stacks, variant).masked_fill(nobody, 0)
-    result = F.grouped_mm(_gated(projected, variant), _inwards(stacks[1], variant), offs=to.ends).masked_fill(nobody, 0)
+    result = F.grouped_mm(_gated(projected, variant), inwards(stacks[1], variant), offs=to.ends).masked_fill(nobody, 0)
     return _combined(result, index, weights, to, stacks[3])
 
 
@@ -60,16 +61,11 @@ def _rows(tokens: torch.Tensor, to: Route) -> torch.Tensor:
 
 
 def _projected(rows: torch.Tensor, to: Route, stacks: Stacks, variant: MoeExpertsVariant) -> torch.Tensor:
-    product, bias = F.grouped_mm(rows, _inwards(stacks[0], variant), offs=to.ends), stacks[2]
+    product, bias = F.grouped_mm(rows, inwards(stacks[0], variant), offs=to.ends), stacks[2]
     if bias is None:
         return product
     # As a product, whose gradient adds up a bias's rows in fp32, and in pieces; that of an index doesn't.
     return product + F.one_hot(_experts(to), len(bias)).to(bias.dtype) @ bias
-
-
-def _inwards(stack: torch.Tensor, variant: MoeExpertsVariant) -> torch.Tensor:
-    """A stack as ``[E, inputs, outputs]``."""
-    return stack if variant.transposed else stack.transpose(1, 2)
 
 
 def _experts(to: Route) -> torch.Tensor:
@@ -126,7 +122,7 @@ def _results(
 ) -> tuple[torch.Tensor, torch.Tensor, Route]:
     to = route(index, stacks[0].shape[0])
     projected = _projected(_rows(x, to), to, stacks, variant)
-    result = F.grouped_mm(_gated(projected, variant), _inwards(stacks[1], variant), offs=to.ends)
+    result = F.grouped_mm(_gated(projected, variant), inwards(stacks[1], variant), offs=to.ends)
     return _combined(result.masked_fill_(_nobody(to), 0), index, weights, to, stacks[3]), projected, to
 
 
@@ -146,7 +142,7 @@ def _gradients(
     found: list[torch.Tensor | None] = [None] * 6
     grads = _rows(grad, to)
     share = weights.reshape(-1)[to.slots, None]
-    back = F.grouped_mm(grads, _inwards(down, variant).transpose(1, 2), offs=to.ends)
+    back = F.grouped_mm(grads, inwards(down, variant).transpose(1, 2), offs=to.ends)
     product = _gated(projected, variant)
     if needed[1]:
         shares = (back.float() * product.float()).sum(-1, keepdim=True).masked_fill(nobody, 0)
@@ -156,27 +152,21 @@ def _gradients(
             dweights += (grad.float() @ down_bias.float().t()).gather(1, index.where(known, 0)).where(known, 0)
         found[1] = dweights.to(weights.dtype)
     if needed[3]:
-        found[3] = _outer(grads, (product * share).to(product.dtype), to, variant)
+        found[3] = stack_gradient(grads, (product * share).to(product.dtype), to, variant)
     if needed[5] and down_bias is not None:
         found[5] = (_shares(index, weights, len(down_bias)).t() @ grad.float()).to(down_bias.dtype)
     if not (needed[0] or needed[2] or needed[4]):
         return found
     dprojected = _gate_backward((back * share).to(back.dtype), projected, variant)
     if needed[0]:
-        dx = F.grouped_mm(dprojected, _inwards(gate_up, variant).transpose(1, 2), offs=to.ends)
+        dx = F.grouped_mm(dprojected, inwards(gate_up, variant).transpose(1, 2), offs=to.ends)
         found[0] = _of_tokens(dx.masked_fill_(nobody, 0), to).sum(1)
     if needed[2]:
-        found[2] = _outer(dprojected, _rows(x, to), to, variant)
+        found[2] = stack_gradient(dprojected, _rows(x, to), to, variant)
     if needed[4] and gate_up_bias is not None:
         chosen = F.one_hot(_experts(to), len(gate_up_bias)).float()
         found[4] = (chosen.t() @ dprojected.float().masked_fill(nobody, 0)).to(gate_up_bias.dtype)
     return found
-
-
-def _outer(outputs: torch.Tensor, inputs: torch.Tensor, to: Route, variant: MoeExpertsVariant) -> torch.Tensor:
-    """A stack's gradient from the gradient of what it puts out and what it was given."""
-    a, b = (inputs, outputs) if variant.transposed else (outputs, inputs)
-    return F.grouped_mm(a.t(), b, offs=to.ends)
 
 
 def _gate_backward(grad: torch.Tensor, projected: torch.Tensor, variant: MoeExpertsVariant) -> torch.Tensor:
@@ -263,15 +253,8 @@ def _call_reason(x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, st
         return "the dtype is none of fp32, bf16, fp16"
     if x.dtype != torch.bfloat16 and (is_compiling() or x.device.type != "cpu"):
         return "there PyTorch multiplies groups in bf16 only"
-    if not (_aligned(stacks[0]) and _aligned(stacks[1])):
+    if not whole_16_bytes(*stacks[:2]):
         return "rows of the weights aren't whole 16 bytes, which PyTorch's grouped product asks for"
     if x.numel() == 0:
         return "an empty tensor"
     return transformed()
-
-
-def _aligned(stack: torch.Tensor) -> bool:
-    unit = 16 // stack.element_size()
-    sizes = (*stack.shape[1:], *stack.stride()[:2])
-    begins = is_compiling() or stack.data_ptr() % 16 == 0  # a compiler can't know
-    return begins and stack.stride(2) == 1 and all(size % unit == 0 for size in sizes)

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from twinkle.kernel.ops.moe import triton_launch as launch
-from twinkle.kernel.ops.moe.calls import has_grouped_mm
 from twinkle.kernel.ops.moe.experts_reference import MoeExpertsVariant, Stacks
+from twinkle.kernel.ops.moe.grouped_mm import has_grouped_mm, inwards, stack_gradient, whole_16_bytes
 from twinkle.kernel.ops.moe.routing import Route
 
 
@@ -20,24 +20,18 @@ def fits(x: torch.Tensor, stacks: Stacks, variant: MoeExpertsVariant) -> bool:
     plain = not variant.interleaved and biases[0] is None and biases[1] is None
     if x.dtype != torch.bfloat16 or not plain or not has_grouped_mm(x.device):
         return False
-    return _aligned(gate_up) and _aligned(down)
-
-
-def _aligned(stack: torch.Tensor) -> bool:
-    _, outer, inner = stack.shape
-    expert, _, column = stack.stride()
-    return column == 1 and not (outer % 16 or inner % 16 or expert % 16 or stack.data_ptr() % 16)
+    return whole_16_bytes(gate_up, down)
 
 
 def up(
     x: torch.Tensor, to: Route, stacks: Stacks, variant: MoeExpertsVariant, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    projected = F.grouped_mm(gathered(x, to), _inwards(stacks[0], variant), offs=to.ends)
+    projected = F.grouped_mm(gathered(x, to), inwards(stacks[0], variant), offs=to.ends)
     return launch.gate(projected, to, variant.gate), projected if keep else None
 
 
 def down(product: torch.Tensor, to: Route, stacks: Stacks, variant: MoeExpertsVariant) -> torch.Tensor:
-    return F.grouped_mm(product, _inwards(stacks[1], variant), offs=to.ends)
+    return F.grouped_mm(product, inwards(stacks[1], variant), offs=to.ends)
 
 
 def gathered(tokens: torch.Tensor, to: Route) -> torch.Tensor:
@@ -53,33 +47,21 @@ def gate_backward(
     weights: torch.Tensor,
     projected: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    back = F.grouped_mm(grad, _inwards(stacks[1], variant).transpose(1, 2), offs=to.ends)
+    back = F.grouped_mm(grad, inwards(stacks[1], variant).transpose(1, 2), offs=to.ends)
     return launch.gate_backward_rows(back, to, weights, projected, variant.gate)
 
 
 def input_gradient(dprojected: torch.Tensor, to: Route, stacks: Stacks, variant: MoeExpertsVariant) -> torch.Tensor:
-    return F.grouped_mm(dprojected, _inwards(stacks[0], variant).transpose(1, 2), offs=to.ends)
+    return F.grouped_mm(dprojected, inwards(stacks[0], variant).transpose(1, 2), offs=to.ends)
 
 
 def first_gradient(
     dprojected: torch.Tensor, x: torch.Tensor, to: Route, stacks: Stacks, variant: MoeExpertsVariant
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    rows = gathered(x, to)
-    pair = (rows, dprojected) if variant.transposed else (dprojected, rows)
-    return _summed(*pair, to), None
+    return stack_gradient(dprojected, gathered(x, to), to, variant), None
 
 
 def second_gradient(
     grad: torch.Tensor, product: torch.Tensor, to: Route, stacks: Stacks, variant: MoeExpertsVariant
 ) -> torch.Tensor:
-    return _summed(*((product, grad) if variant.transposed else (grad, product)), to)
-
-
-def _inwards(stack: torch.Tensor, variant: MoeExpertsVariant) -> torch.Tensor:
-    """A stack as ``[E, inputs, outputs]``."""
-    return stack if variant.transposed else stack.transpose(1, 2)
-
-
-def _summed(a: torch.Tensor, b: torch.Tensor, to: Route) -> torch.Tensor:
-    """``a.T @ b`` over each expert's rows."""
-    return F.grouped_mm(a.t(), b, offs=to.ends)
+    return stack_gradient(grad, product, to, variant)

@@ -4,7 +4,8 @@ register_experts_functions()
 model.set_experts_implementation("twinkle_triton")  # or from_pretrained(..., experts_implementation=...)
 
 Nothing of the model is changed: transformers' own dispatch calls the kernel, or its own code where the kernel doesn't
-fit. Whoever uses ``kernelize`` needs none of this; its report is more than a log line.
+fit, and a warning says why, once for each reason. Whoever uses ``kernelize`` needs none of this; its report is more
+than a log line.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.compiler import is_compiling
 
-from twinkle.kernel.ops.moe.calls import has_grouped_mm
 from twinkle.kernel.ops.moe.experts_reference import probe
+from twinkle.kernel.ops.moe.grouped_mm import has_grouped_mm
 from twinkle.kernel.reclass import peel
 from twinkle.kernel.registry import availability, backends_of, get_impl, load_impl
 from twinkle.kernel.targets import Site
@@ -64,7 +65,7 @@ class _Function:
     def __init__(self, backend: str) -> None:
         self.backend = backend
         self._kernels: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyDictionary()
-        self._told: set[str] = set()
+        self._told: set[tuple[str, str]] = set()
 
     def __call__(
         self, module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -73,18 +74,20 @@ class _Function:
         kernel = None if is_compiling() else self._kernel(module, hidden_states)
         if kernel is not None:
             accepts_call = getattr(kernel, "accepts_call", None)
-            if accepts_call is None or accepts_call(*arguments) is None:
+            refused = accepts_call(*arguments) if accepts_call is not None else None
+            if refused is None:
                 return kernel.forward(*arguments)  # type: ignore[no-any-return]
+            self._tell(module, refused)
         return _theirs(module, hidden_states.device)(*arguments)  # type: ignore[no-any-return]
 
     def _kernel(self, module: Any, hidden_states: torch.Tensor) -> Any:
-        """The layer class that fits the module as it is now; None where none does, with a warning the first time."""
+        """The layer class that fits the module as it is now; None where none does, with a warning."""
         state = type(module), module.act_fn, hidden_states.device, hidden_states.dtype
         known, kernel = self._kernels.get(module, (None, None))
         if known != state:
             kernel = self._find(module, hidden_states)
             if isinstance(kernel, Reason):
-                self._tell(peel(type(module)).__name__, kernel)
+                self._tell(module, kernel)
                 kernel = None
             self._kernels[module] = state, kernel
         return kernel
@@ -99,9 +102,10 @@ class _Function:
         refused = impl.accepts(site) if impl.accepts is not None else None
         return load_impl(impl, owner.forward, site) if refused is None else Reason.of(refused, "refused")
 
-    def _tell(self, name: str, reason: Reason) -> None:
-        if name not in self._told:
-            self._told.add(name)
+    def _tell(self, module: Any, reason: Reason | str) -> None:
+        name = peel(type(module)).__name__
+        if (name, str(reason)) not in self._told:
+            self._told.add((name, str(reason)))
             logger.warning("%s: %s%s doesn't serve it: %s", name, PREFIX, self.backend, reason)
 
 
