@@ -145,6 +145,21 @@ def test_what_is_wrong_is_named(what: str) -> None:
     assert result.exit_code == 1 and words in " ".join(result.output.split())
 
 
+@pytest.mark.parametrize(
+    ("load", "accepts", "words"),
+    [
+        (lambda target: norm, lambda site: site.no_such_field, "accepts() raised AttributeError: 'Site' object has no"),
+        (lambda target: norm, lambda site: True, "accepts() returned True, not None or a reason"),
+        (lambda target: 1 / 0, None, "load() raised ZeroDivisionError"),
+        (lambda target: None, None, "load() returned None"),
+    ],
+)
+def test_an_answer_that_fails_is_no_refusal(load: Any, accepts: Any, words: str) -> None:
+    register_backend("rms_norm", "mine", KernelImpl(load, lambda: (True, None), accepts))
+    result = run("--op", "rms_norm", "--backend", "mine")
+    assert result.exit_code == 1 and words in " ".join(result.output.split())
+
+
 def test_a_call_that_is_left_to_the_original_is_told() -> None:
     accepts_call = staticmethod(lambda self, x: None if x.is_contiguous() else "not contiguous")
     register(norm, accepts_call=accepts_call)

@@ -23,7 +23,7 @@ from twinkle.kernel import DEFAULT_KERNEL_CONFIG, KernelChoice, registry
 from twinkle.kernel.install import Kernel, kernel_for
 from twinkle.kernel.ops.worthwhile import every_size
 from twinkle.kernel.probe import variant_of
-from twinkle.kernel.registry import availability, get_impl, load_impl
+from twinkle.kernel.registry import availability, get_impl, load_impl, refusal
 from twinkle.kernel.targets import Site, Target, resolve_target
 from twinkle.reasons import Reason
 
@@ -128,7 +128,7 @@ def chosen_of(case: Case, site: Site, found: Sequence[Candidate], direction: str
     known = {candidate.who: candidate for candidate in found}
     for backend in choice.backends:
         impl = get_impl(case.op, backend)
-        if isinstance(impl, Reason) or availability(impl) or (impl.accepts and impl.accepts(site)):
+        if isinstance(impl, Reason) or availability(impl) or refusal(impl, site):
             continue
         # A kernel that was loaded keeps its place and sends single calls back.
         candidate = known[backend]

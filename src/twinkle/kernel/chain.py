@@ -143,15 +143,7 @@ class Chain:
             taken = _taken_elsewhere(site, self.served_by(backend, site), self._index)
             if taken is not None:
                 return taken
-        if impl.accepts is None:
-            return None
-        try:
-            answer = impl.accepts(site)
-        except Exception as error:
-            return Reason.of_error(error, "refused", "accepts()")
-        if answer is None or isinstance(answer, (Reason, str)):
-            return None if answer is None else Reason.of(answer, "refused")
-        return Reason("refused", f"accepts() returned {answer!r:.80}, not None or a reason")
+        return registry.refusal(impl, site)
 
 
 def variant_key(site: Site) -> Hashable:

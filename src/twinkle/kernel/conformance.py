@@ -166,7 +166,9 @@ def findings(op: str, backend: str, impl: KernelImpl, device: torch.device) -> I
             where = str(place.target).removeprefix("transformers.models.")
             finding = Finding(str(site.variant), str(dtype).removeprefix("torch."), where)
             kernel = _loaded(impl, place.target, site)
-            if isinstance(kernel, Reason):
+            if isinstance(kernel, Reason) and kernel.code in ("accepts-failed", "load-failed"):
+                finding.problems.append(str(kernel))
+            elif isinstance(kernel, Reason):
                 finding.refused = kernel
             else:
                 _judge(finding, op, site, kernel)
@@ -174,14 +176,9 @@ def findings(op: str, backend: str, impl: KernelImpl, device: torch.device) -> I
 
 
 def _loaded(impl: KernelImpl, target: Target, site: Site) -> Kernel | Reason:
-    answer = None
-    if impl.accepts is not None:
-        try:
-            answer = impl.accepts(site)
-        except Exception as error:
-            return Reason.of_error(error, "raised", "accepts()")
-    if answer is not None:
-        return Reason.of(answer, "refused")
+    refused = registry.refusal(impl, site)
+    if refused is not None:
+        return refused
     loaded = registry.load_impl(impl, target, site)
     return loaded if isinstance(loaded, Reason) else kernel_for(target, site.original, loaded)
 

@@ -313,6 +313,19 @@ class Availability:
         return self._answers[asked] or impl
 
 
+def refusal(impl: KernelImpl, site: Any) -> Reason | None:
+    """Why a candidate doesn't fit a site, as far as that shows before loading it."""
+    if impl.accepts is None:
+        return None
+    try:
+        answer = impl.accepts(site)
+    except Exception as error:
+        return Reason.of_error(error, "accepts-failed", "accepts()")
+    if answer is None or isinstance(answer, (Reason, str)):
+        return None if answer is None else Reason.of(answer, "refused")
+    return Reason("accepts-failed", f"accepts() returned {answer!r:.80}, not None or a reason")
+
+
 def load_impl(impl: KernelImpl, target: Any, site: Any) -> Any:
     """The loaded implementation, or a Reason when loading raised."""
     try:

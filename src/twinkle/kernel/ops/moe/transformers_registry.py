@@ -21,7 +21,7 @@ from torch.compiler import is_compiling
 from twinkle.kernel.ops.moe.experts_reference import probe
 from twinkle.kernel.ops.moe.grouped_mm import has_grouped_mm
 from twinkle.kernel.reclass import peel
-from twinkle.kernel.registry import availability, backends_of, get_impl, load_impl
+from twinkle.kernel.registry import availability, backends_of, get_impl, load_impl, refusal
 from twinkle.kernel.targets import Site
 from twinkle.reasons import Reason
 
@@ -99,8 +99,7 @@ class _Function:
         if isinstance(variant, Reason) or isinstance(impl, Reason):
             return variant if isinstance(variant, Reason) else impl
         site = dataclasses.replace(site, variant=variant)
-        refused = impl.accepts(site) if impl.accepts is not None else None
-        return load_impl(impl, owner.forward, site) if refused is None else Reason.of(refused, "refused")
+        return refusal(impl, site) or load_impl(impl, owner.forward, site)
 
     def _tell(self, module: Any, reason: Reason | str) -> None:
         name = peel(type(module)).__name__
