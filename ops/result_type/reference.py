@@ -9,7 +9,7 @@ _BOOL, _INTEGER, _REAL, _COMPLEX = range(4)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _COMPLEX_OF = {
     torch.float16: torch.complex32,
-    torch.bfloat16: torch.complex64,
+    torch.bfloat16: getattr(torch, "bcomplex32", torch.complex64),  # there from torch 2.14 on
     torch.float32: torch.complex64,
     torch.float64: torch.complex128,
 }
