@@ -15,8 +15,7 @@ from twinkle.kernel.reclass import Method, installed_on
 from twinkle.kernel.report_text import short
 from twinkle.kernel.rows import Row
 from twinkle.kernel.targets import Site
-from twinkle.kernel.undo import Transaction, transaction
-from twinkle.kernel.verify import NOT_VERIFIED
+from twinkle.kernel.undo import NOT_TAKEN_BACK, Transaction, transaction
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
@@ -69,10 +68,11 @@ def apply_plan(plan: Plan, *, strict: bool = False, verify: bool = False) -> Non
     _record(plan, journal, rows)
     _log(rows)
     if verify:
-        for row in rows:
-            for note in row.notes if row.state == "installed" and not row.default else ():
-                if NOT_VERIFIED in note:
-                    logger.warning("%s: installed, but %s", short(row.target), note)
+        installed = {(row.target, row.backend) for row in rows if row.state == "installed"}
+        for entry in plan.entries:
+            for backend, reasons in entry.unverified.items() if not entry.default else ():
+                for reason in reasons if (entry.label, backend) in installed else ():
+                    logger.warning("%s: installed, but %s: %s", short(entry.label), backend, reason)
 
 
 _REMEDIES = {"unused": "; leave the entry out for this model, or call kernelize without strict"}
@@ -89,15 +89,14 @@ def _demand_all(rows: Iterable[Row]) -> None:
 
 def _demand_verified(plan: Plan) -> None:
     for entry in plan.entries:
-        for note in entry.notes if entry.picks and not entry.default else ():
-            if NOT_VERIFIED in note:
-                raise ValueError(f"strict: {entry.label} can't be verified: {note}; leave out verify, or strict")
+        for note in entry.unverified_notes if entry.picks and not entry.default else ():
+            raise ValueError(f"strict: {entry.label} can't be verified: {note}; leave out verify, or strict")
 
 
 def _failed_row(entry: EntryPlan, error: BaseException) -> Row:
     row = entry.row("failed")
     row.notes += [str(Reason.of_error(error, "failed", row.installer)), "what the call had installed was taken back"]
-    row.notes += [note for note in getattr(error, "__notes__", ()) if note.startswith(_NOTE)]
+    row.notes += [note for note in getattr(error, "__notes__", ()) if note.startswith(NOT_TAKEN_BACK)]
     return row
 
 
@@ -208,9 +207,6 @@ def _undo_earlier(site: Site, current: Transaction) -> Reason | None:
     return None
 
 
-_NOTE = "twinkle.kernel could not take back: "
-
-
 def _install_group(plan: Plan, entry: EntryPlan, backend: str, group: Group, current: Transaction) -> Row:
     """Runs the entry's installer, once per distinct implementation."""
     row = entry.row("installed", backend=backend, implementation=served_by(group), instances=len(group))
@@ -233,7 +229,7 @@ def _install_group(plan: Plan, entry: EntryPlan, backend: str, group: Group, cur
         left = [str(reason) for reason in current.rollback(undone if isinstance(error, Refused) else start)]
         left += changed_outside(before, snapshot(plan.model), set()) if custom else []
         for text in left:
-            error.add_note(f"{_NOTE}{text}")
+            error.add_note(f"{NOT_TAKEN_BACK}{text}")
         if not isinstance(error, Refused):
             raise
         _refuse(row, [str(error), *getattr(error, "__notes__", ())])

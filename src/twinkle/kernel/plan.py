@@ -32,7 +32,7 @@ from twinkle.kernel.targets import (
     resolve_target,
 )
 from twinkle.kernel.uncovered import uncovered_of
-from twinkle.kernel.verify import check_site
+from twinkle.kernel.verify import check_site, unverified
 from twinkle.platforms import PLATFORMS
 from twinkle.reasons import Reason, did_you_mean
 
@@ -58,6 +58,7 @@ class EntryPlan:
             was asked.
         failed: whether verification ruled a candidate out.
         verified: what verification found equal to the original (see :func:`_judged_as`).
+        unverified: the backends that it couldn't compare, and why.
     """
 
     key: Any
@@ -78,6 +79,7 @@ class EntryPlan:
     installer: Any = default_installer
     failed: bool = False
     verified: set[Hashable] = field(default_factory=set)
+    unverified: dict[str, list[Reason]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -134,12 +136,12 @@ class EntryPlan:
 
     def _check(self, site: Site, pick: Pick) -> Reason | None:
         if pick.kernel is None:
-            reason: Reason | None = Reason("unverified", "not verified: its own installer puts it in place")
+            reason: Reason | None = unverified("its own installer puts it in place")
         else:
             reason = check_site(site, pick.kernel, self.op)
         if reason is not None and reason.code == "unverified":
-            note = f"{pick.backend}: {reason}"
-            self.notes += [] if note in self.notes else [note]
+            known = self.unverified.setdefault(pick.backend, [])
+            known += [] if reason in known else [reason]
             return None
         if reason is None:
             self.verified.add(_judged_as(site, pick))
@@ -167,11 +169,15 @@ class EntryPlan:
             installer=str(getattr(self.installer, "__name__", getattr(self.installer, "path", self.installer))),
             scope=self.scope,
             tried=list(self.chain.tried) if self.chain else [],
-            notes=[*self.notes, *([str(self.reason)] if self.reason else [])],
+            notes=[*self.notes, *self.unverified_notes, *([str(self.reason)] if self.reason else [])],
             default=self.default,
             covers=self.covers,
             **fields,
         )
+
+    @property
+    def unverified_notes(self) -> list[str]:
+        return [f"{backend}: {reason}" for backend, reasons in self.unverified.items() for reason in reasons]
 
     @property
     def covers(self) -> frozenset[tuple[Any, str]]:

@@ -167,6 +167,9 @@ class Transaction:
         return left
 
 
+NOT_TAKEN_BACK = "twinkle.kernel could not take back: "
+"""How an error's notes on what a rollback left begin."""
+
 _active: contextvars.ContextVar[Transaction | None] = contextvars.ContextVar("twinkle_transaction", default=None)
 
 
@@ -180,7 +183,7 @@ def transaction(journal: Journal) -> Iterator[Transaction]:
             yield current
         except BaseException as error:
             for reason in current.rollback():
-                error.add_note(f"twinkle.kernel could not take back: {reason}")
+                error.add_note(f"{NOT_TAKEN_BACK}{reason}")
             raise
         finally:
             _active.reset(token)

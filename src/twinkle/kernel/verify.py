@@ -62,12 +62,9 @@ def allowed_error_used(kernel: torch.Tensor, original: torch.Tensor, reference: 
     return used
 
 
-NOT_VERIFIED = "not verified"
-"""What the notes say of a kernel that couldn't be compared."""
-
-
-def _unverified(why: str) -> Reason:
-    return Reason("unverified", f"{NOT_VERIFIED}: {why}")
+def unverified(why: str) -> Reason:
+    """Why a kernel couldn't be compared with the original."""
+    return Reason("unverified", f"not verified: {why}")
 
 
 @torch.inference_mode(False)
@@ -81,7 +78,7 @@ def check_site(site: Site, kernel: Kernel, op: str | None) -> Reason | None:
         why it is off.
     """
     if site.device.type == "meta":
-        return _unverified("on the meta device there are no values")
+        return unverified("on the meta device there are no values")
     known = _example(site, op)
     if isinstance(known, Reason):
         return known
@@ -95,7 +92,7 @@ def check_site(site: Site, kernel: Kernel, op: str | None) -> Reason | None:
         judge = run_call(exact, example, torch.float64, cpu)
         original = run_call(site.original, example, dtype, site.device)
     except Exception as error:
-        return _unverified(str(Reason.of_error(error, "unverified", "running the original on a small input")))
+        return unverified(str(Reason.of_error(error, "unverified", "running the original on a small input")))
     call = within_domain(kernel)
     try:
         ours = run_call(call, example, dtype, site.device)
@@ -104,7 +101,7 @@ def check_site(site: Site, kernel: Kernel, op: str | None) -> Reason | None:
         try:
             ours = run_call(call, example, dtype, site.device, gradients=())
         except OutOfDomain as domain:
-            return _unverified(f"it leaves small inputs to the original: {domain}")
+            return unverified(f"it leaves small inputs to the original: {domain}")
         except Exception as error:
             return Reason.of_error(error, "verify", "verifying it on a small input")
         for name in [name for name in original if not name.startswith("output")]:
@@ -125,7 +122,7 @@ def _judged(ours: Results, original: Results, judge: Results) -> Reason | None:
         used = allowed_error_used(ours[name], original[name], judge[name])
         if used > 1:
             return Reason("verify", f"{name} is off: {used:.3g} times the allowed error")
-    return None if judged else _unverified("the op's reference gives none of its results")
+    return None if judged else unverified("the op's reference gives none of its results")
 
 
 def _example(site: Site, op: str | None) -> tuple[Any, Any, Example] | Reason:
@@ -140,8 +137,8 @@ def _example(site: Site, op: str | None) -> tuple[Any, Any, Example] | Reason:
         try:
             return reference, variant, reference.example(site, variant)
         except Exception as error:
-            return _unverified(str(Reason.of_error(error, "unverified", f"making small inputs for op {name}")))
-    return _unverified("nothing knows small inputs for it")
+            return unverified(str(Reason.of_error(error, "unverified", f"making small inputs for op {name}")))
+    return unverified("nothing knows small inputs for it")
 
 
 def fits_in_place(site: Site, kernel: Kernel) -> Reason | None:
