@@ -112,10 +112,14 @@ def second_document(model: Any, first: torch.Tensor) -> torch.Tensor:
 
 
 def test_documents_dont_leak_in_a_model() -> None:
-    """What follows doesn't depend on what came before; by transformers' own functions it does."""
+    """What follows doesn't depend on what came before; by transformers' own functions it does, or they refuse."""
     model = linear_model()
     one, other = torch.arange(20, 27), torch.arange(40, 47)
-    assert not torch.allclose(second_document(model, one), second_document(model, other)), "or this would prove nothing"
+    try:
+        leaks = not torch.allclose(second_document(model, one), second_document(model, other))
+    except ValueError as error:  # from transformers 5.24 on
+        leaks = "can't keep packed sequences apart" in str(error)
+    assert leaks, "or this would prove nothing"
     kernelize(model, TORCH)
     before = second_document(model, one)
     # Experts multiply the tokens of both documents together, which changes the last bits.
@@ -132,6 +136,17 @@ def test_a_cache_puts_tokens_in_front_of_the_first_document() -> None:
     found = convolution(x, weight, None, "silu", cu_seq_lens_q=bounds)
     expected = reference.causal_convolution(x, weight, None, "silu", torch.tensor([0, 7, 12]))
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", ["torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"])
+def test_a_query_head_for_several_of_values(name: str) -> None:
+    """As transformers calls the rules from 5.24 on; before, it repeated the heads itself."""
+    rule = get_op("fla").implementations["torch"].load("fla")[name]
+    query, key, value, g, beta = inputs(9)
+    few = query[:, :, :1], key[:, :, :1]
+    many = (tensor.expand_as(query) for tensor in few)
+    found = rule(*few, value, g, beta, output_final_state=True)
+    torch.testing.assert_close(found, rule(*many, value, g, beta, output_final_state=True))
 
 
 def test_calls_that_make_no_sense_are_left_to_the_original() -> None:

@@ -132,7 +132,7 @@ def test_info_lists_platforms_versions_ops_and_backends() -> None:
     cpu, *others = facts["platforms"]
     assert cpu == {"name": "cpu", "aliases": [], "device_type": "cpu", "present": True, "reason": None}
     assert all(platform["present"] or platform["reason"] for platform in others)
-    assert facts["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(facts["versions"]["torch"])  # some builds name themselves behind a plus
     assert facts["versions"]["torch_npu"] is None
     assert facts["ops"].keys() == registry.ops().keys()
     for backends in facts["ops"].values():

@@ -2,9 +2,10 @@
 
 A backend gives functions by name; each takes the original's arguments and may carry ``accepts_call``.
 
-- ``torch_chunk_gated_delta_rule`` and ``torch_recurrent_gated_delta_rule``: query, key ``[B, T, H, K]``, value
-  ``[B, T, H, V]``, g (the logarithm of the decay) and beta ``[B, T, H]``, a state ``[B, H, K, V]`` or None, whether the
-  last state is wanted, whether query and key are to be normalised; to ``[B, T, H, V]`` and the state or None.
+- ``torch_chunk_gated_delta_rule`` and ``torch_recurrent_gated_delta_rule``: query, key ``[B, T, H, K]`` or, from
+  transformers 5.24 on, with a head for several of value's, value ``[B, T, H, V]``, g (the logarithm of the decay) and
+  beta ``[B, T, H]``, a state ``[B, H, K, V]`` or None, whether the last state is wanted, whether query and key are to
+  be normalised; to ``[B, T, H, V]`` and the state or None.
 - ``causal_conv1d_fn``: ``[B, D, T]``, a weight ``[D, W]``, a bias or None, an activation's name or None; to
   ``[B, D, T]``.
 
@@ -70,6 +71,8 @@ def _rule(rule: Rule, reason: Callable[..., str | None]) -> Callable[..., Any]:
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         options = (initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
+        if query.shape[2] != value.shape[2]:
+            query, key = (t.repeat_interleave(value.shape[2] // t.shape[2], dim=2) for t in (query, key))
         return rule(query, key, value, g, beta, *options)
 
     def accepts_call(  # type: ignore[no-untyped-def]

@@ -1,7 +1,8 @@
 """The ``torch`` backend of ``fla``: PyTorch's operators on any device, with packed documents kept apart.
 
-Transformers' own PyTorch functions drop the bounds of packed documents, so states leak from one to the next. And where
-flash-linear-attention is installed transformers calls it on a CPU too, where it fails: this is the way out.
+Transformers' own PyTorch functions drop the bounds of packed documents, so states leak from one to the next; from 5.24
+on they refuse them. And where flash-linear-attention is installed transformers calls it on a CPU too, where it fails:
+this is the way out.
 """
 
 from __future__ import annotations

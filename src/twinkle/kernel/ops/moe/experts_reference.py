@@ -8,6 +8,7 @@ way round, take gate and up in turns, add biases, or clamp what comes out of the
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -48,6 +49,16 @@ class Gate(NamedTuple):
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         value = gate * torch.sigmoid(gate * self.alpha) if self.alpha != 1.0 else ACTIVATIONS[self.activation](gate)
         return value * (up + self.offset)
+
+
+@functools.cache
+def compared_with(limit: float, dtype: torch.dtype) -> float:
+    """What the gradient of ``clamp`` compares elements of a dtype with: up to torch 2.13 the limit as the dtype has it,
+    later the limit itself. For gpt-oss' 7 it is the same."""
+    with torch.inference_mode(False), torch.enable_grad():
+        edge = torch.tensor(limit, dtype=dtype, device="cpu", requires_grad=True)
+        (counts,) = torch.autograd.grad(edge.clamp(max=limit), edge)
+    return edge.item() if counts else limit
 
 
 @dataclasses.dataclass(frozen=True)

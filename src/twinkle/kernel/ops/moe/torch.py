@@ -20,6 +20,7 @@ from twinkle.kernel.ops.moe.experts_reference import (
     Gate,
     MoeExpertsVariant,
     Stacks,
+    compared_with,
     other_implementation,
     stacks_of,
 )
@@ -196,9 +197,16 @@ def _of_gate(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: Gat
         dgate = torch.ops.aten.gelu_backward(inner, limited, approximate=approximate)
     dup = grad * value
     if kind.limit is not None:  # what was clamped has no gradient
-        dgate = dgate.masked_fill(gate > kind.limit, 0)
-        dup = dup.masked_fill(up.abs() > kind.limit, 0)
+        dgate = dgate.masked_fill(_above(gate, kind.limit), 0)
+        dup = dup.masked_fill(_above(up.abs(), kind.limit), 0)
     return dgate, dup
+
+
+def _above(x: torch.Tensor, limit: float) -> torch.Tensor:
+    """What is clamped to a limit, as PyTorch decides it."""
+    limit = compared_with(limit, x.dtype)
+    # A comparison rounds the limit to the dtype: where that is above it, elements that equal it are too.
+    return x >= limit if torch.tensor(limit, dtype=x.dtype, device="cpu").item() > limit else x > limit
 
 
 _experts_with_gradients = differentiable(_results, _gradients)

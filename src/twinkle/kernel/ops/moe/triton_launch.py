@@ -12,7 +12,7 @@ import torch
 import triton
 
 from twinkle.kernel.ops.moe import triton_kernels as kernels
-from twinkle.kernel.ops.moe.experts_reference import Gate
+from twinkle.kernel.ops.moe.experts_reference import Gate, compared_with
 from twinkle.kernel.ops.moe.routing import Route
 from twinkle.memory import Memory
 from twinkle.triton_programs import Launch, Program, on_device
@@ -119,8 +119,9 @@ def _grouped(route: Route, tiles: Tiles, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _gate(gate: Gate) -> tuple[tuple[float, float, float], dict[str, Any]]:
-    return (gate.limit or 0.0, gate.alpha, gate.offset), {
+def _gate(gate: Gate, dtype: torch.dtype) -> tuple[tuple[float, float, float], dict[str, Any]]:
+    limit = 0.0 if gate.limit is None else compared_with(gate.limit, dtype)
+    return (limit, gate.alpha, gate.offset), {
         "ACTIVATION": gate.activation,
         "CLAMPED": gate.limit is not None,
     }
@@ -142,7 +143,7 @@ def up(
     out = torch.empty(total, width, dtype=x.dtype, device=x.device)
     gate_up = torch.empty(total, 2 * width, dtype=x.dtype, device=x.device) if keep else None
     row_tiles, column_tiles = _row_tiles(route, tiles), triton.cdiv(width, tiles.columns)
-    numbers, constants = _gate(gate)
+    numbers, constants = _gate(gate, x.dtype)
     where = bias_at or Projection(0, 0, 0)
     with on_device(x):
         kernels.up_kernel[(row_tiles * column_tiles,)](
@@ -209,7 +210,7 @@ def gate_backward(
     product = torch.empty(total, width, dtype=gate_up.dtype, device=grad.device)
     row_tiles, column_tiles = _row_tiles(route, tiles), triton.cdiv(width, tiles.columns)
     share = torch.empty(column_tiles, total, dtype=torch.float32, device=grad.device)
-    numbers, constants = _gate(gate)
+    numbers, constants = _gate(gate, gate_up.dtype)
     with on_device(grad):
         kernels.gate_backward_kernel[(row_tiles * column_tiles,)](
             grad, route.slots, route.ends, weight, weights, gate_up, dgate_up, product, share,
@@ -268,7 +269,7 @@ def gate(gate_up: torch.Tensor, route: Route, kind: Gate) -> torch.Tensor:
     key = ("gate", gate_up.shape, gate_up.dtype, len(route.ends), kind, gate_up.device)
     program = _programs.get(key)
     if program is None:
-        numbers, constants = _gate(kind)
+        numbers, constants = _gate(kind, gate_up.dtype)
         constants["COLUMNS"] = columns = min(1024, triton.next_power_of_2(width))
         launch = Launch((total, triton.cdiv(width, columns)), (len(route.ends), width, *numbers), constants, 4)
         program = _programs.add(key, Program(kernels.gate_kernel, launch))
@@ -286,7 +287,7 @@ def gate_backward_rows(
     key = ("gate_backward", back.shape, back.dtype, weights.dtype, len(route.ends), kind, back.device)
     program = _programs.get(key)
     if program is None:
-        numbers, constants = _gate(kind)
+        numbers, constants = _gate(kind, gate_up.dtype)
         constants["COLUMNS"] = min(1024, triton.next_power_of_2(width))
         launch = Launch((total,), (len(route.ends), width, *numbers), constants, 4)
         program = _programs.add(key, Program(kernels.gate_backward_rows_kernel, launch))
