@@ -174,7 +174,8 @@ def test_bfloat16_is_the_rounded_model(name):
     rounded = full.state_dict()
     assert all(torch.equal(t, rounded[n].to(t.dtype)) for n, t in model.state_dict().items())
     wide = {name for name, parameter in model.named_parameters() if parameter.dtype != torch.bfloat16}
-    kept = model._keep_in_fp32_modules or ()  # transformers' own doing, from 5.24 on
+    # Transformers' own doing, from 5.24 on.
+    kept = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
     assert all(any(re.search(rf"(^|\.){part}(\.|$)", name) for part in kept) for name in wide), wide
     assert all(b.dtype == torch.float32 for n, b in model.named_buffers() if n.endswith("inv_freq"))
 
