@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 
 from twinkle.gradients import gradients_with_graph
 from twinkle.kernel.ops.rotary import triton_kernels as kernels
-from twinkle.kernel.ops.rotary.reference import DIALECTS, Dialect, RotaryVariant, with_signature
+from twinkle.kernel.ops.rotary.reference import DIALECTS, Dialect, RotaryVariant, function_of
 from twinkle.kernel.ops.rotary.reference import rotate as reference_rotate
 from twinkle.kernel.ops.triton_support import call_reason, device_reason, far, library_op, tuned
 from twinkle.memory import Memory
@@ -286,9 +286,6 @@ def load(target: Any, site: Site) -> Callable[..., Any]:
             # While a compiler traces, sizes may be symbols, which can't be a cache's key.
             ask = shape_reason if is_compiling() else known_shape_reason
             found = ask(tuple([tensor.shape for tensor in tensors]), cos.shape, unsqueeze_dim)
-        return (found,)
+        return found
 
-    function = with_signature(variant, kernel, "triton_rotary")
-    check = with_signature(variant, reason, "triton_rotary_accepts")
-    function.accepts_call = check if variant.tensors == 1 else lambda *args, **kwargs: check(*args, **kwargs)[0]  # type: ignore[attr-defined]
-    return function
+    return function_of(variant, kernel, reason, "triton_rotary")
