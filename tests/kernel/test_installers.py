@@ -31,7 +31,7 @@ from tests.support.fragile import (
 )
 from tests.support.snapshots import bits, differences, state_of
 from twinkle.kernel import KernelChoice, kernelize
-from twinkle.kernel.install import default_installer
+from twinkle.kernel.install import default_installer, patch_function
 from twinkle.kernel.journal import Refused
 from twinkle.kernel.registry import KernelImpl, register_op
 from twinkle.kernel.report import plan, report
@@ -284,10 +284,90 @@ def test_what_is_written_outside_patch_is_told(
         back[0]()
 
 
-def test_patch_is_for_installers() -> None:
-    with pytest.raises(RuntimeError, match=r"patch\(\) was called outside kernelize\(\); it is for installers"):
-        patch(toys, "turn", lambda x: x)
+@pytest.mark.parametrize("write", [patch, patch_function])
+def test_patches_are_for_installers(write: Callable[..., None]) -> None:
+    words = rf"{write.__name__}\(\) was called outside kernelize\(\); it is for installers, which kernelize\(\) runs"
+    with pytest.raises(RuntimeError, match=words):
+        write(toys, "turn", lambda x: x)
     assert toys.turn.__name__ == "turn"
+
+
+# --- functions of the whole process -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def home() -> types.ModuleType:
+    """A Python module with a function that no model's code calls."""
+    made = types.ModuleType("home")
+    made.turn = lambda x: -x  # type: ignore[attr-defined]
+    return made
+
+
+@pytest.fixture
+def table() -> dict[str, Any]:
+    """The same as a mapping, as libraries have them."""
+    return {"turn": lambda x: -x}
+
+
+@pytest.fixture
+def turning(home: types.ModuleType, table: dict[str, Any]) -> Callable[[str], Any]:
+    """The mapping for one of two backends, which replace both functions."""
+
+    def load(factor: int) -> Callable[..., Any]:
+        def kernel(x: torch.Tensor) -> torch.Tensor:
+            return factor * x
+
+        kernel.accepts_call = lambda x: None if x.dim() == 1 else "not a row"  # type: ignore[attr-defined]
+        return kernel
+
+    def install(model: nn.Module, target: Any, impl: Any) -> int:
+        patch_function(home, "turn", impl)
+        patch_function(table, "turn", impl)
+        return 2
+
+    kernels = {"good": load(10), "bad": load(20)}
+    implementations = {name: KernelImpl(loads(kernel), here) for name, kernel in kernels.items()}
+    register_op("turning", implementations=implementations, installer=install)
+    return lambda backend: {"turning": KernelChoice("turning", (backend,))}
+
+
+def test_a_function_is_replaced_in_two_places_that_count_together(
+    model: toys.ToyModel, home: Any, table: dict[str, Any], turning: Callable[[str], Any]
+) -> None:
+    originals, rows = (home.turn, table["turn"]), torch.ones(2, 6)
+    kernelize(model, turning("good"))
+    (row,) = report(model).rows
+    assert (row.state, row.scope, row.instances) == ("installed", "process", 2)
+    assert torch.equal(home.turn(rows[0]), 10 * rows[0]) and torch.equal(table["turn"](rows[0]), 10 * rows[0])
+    assert torch.equal(table["turn"](rows), -rows), "a call that the kernel refuses goes to what was there"
+    (row,) = report(model).rows
+    assert (row.calls, row.fallbacks) == (2, {"not a row": 1})
+    assert unkernelize(model).patches == 2 and (home.turn, table["turn"]) == originals
+
+
+def test_models_share_a_replaced_function_and_its_counts(
+    model: toys.ToyModel, home: Any, table: dict[str, Any], turning: Callable[[str], Any]
+) -> None:
+    second, third, original = toys.toy(seed=4), toys.toy(seed=5), table["turn"]
+    for made in (model, second):
+        kernelize(made, turning("good"))
+    held = table["turn"]
+    held(torch.ones(6))
+    assert report(model).rows[0].calls == report(second).rows[0].calls == 1
+    kernelize(third, turning("bad"))
+    (row,) = report(third).rows
+    assert row.state == "refused" and "home.turn already carries another kernel" in row.why()
+    unkernelize(model)
+    assert table["turn"] is held, "the second model still claims it"
+    unkernelize(second)
+    assert table["turn"] is original and torch.equal(held(torch.ones(6)), -torch.ones(6))
+
+
+def test_a_function_that_is_not_there(model: toys.ToyModel) -> None:
+    register(KernelImpl(loads(Doubled), here), installer=lambda *_: patch_function(toys, "turm", torch.neg))
+    with pytest.raises(AttributeError, match=r"support\.toys\.turm doesn't exist, so a kernel can't take its place"):
+        kernelize(model, {"all": fragile()})
+    assert not hasattr(toys, "turm") and report(model).rows[0].state == "failed"
 
 
 def test_a_custom_installer_may_be_run_again(model: toys.ToyModel) -> None:

@@ -195,12 +195,12 @@ class Router:
         counts: the calls of all models of the process.
     """
 
-    def __init__(self, name: str, original: Any, served_by: tuple[Any, ...]) -> None:
+    def __init__(self, name: str, original: Any, served_by: tuple[Any, ...], counts: Counts) -> None:
         self.name = name
         self.original = original
         self.served_by = served_by
         self.active = True
-        self.counts = Counts()
+        self.counts = counts
 
     def around(
         self, kernel: Callable[..., Any], accepts_call: Callable[..., str | None] | None, renamed: dict[str, str] | None
@@ -216,3 +216,8 @@ class Router:
         routed.__name__ = routed.__qualname__ = self.name
         routed.twinkle_router = self  # type: ignore[attr-defined]
         return routed
+
+
+def router_of(value: Any) -> Router | None:
+    """The router behind what stands in a function's place; None where no router does."""
+    return getattr(value, "twinkle_router", None)

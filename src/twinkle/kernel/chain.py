@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from twinkle.kernel import registry
+from twinkle.kernel.calls import router_of
 from twinkle.kernel.hub import HubRef
 from twinkle.kernel.install import Kernel, kernel_for
 from twinkle.kernel.journal import patch_of
@@ -156,7 +157,7 @@ def _taken_elsewhere(site: Site, served_by: tuple[Any, ...], index: ModelIndex) 
     patch = patch_of(site.owner, site.attribute)
     if patch is None or all(journal in index.journals for journal in patch.claims):
         return None
-    router = getattr(patch.value, "twinkle_router", None)
+    router = router_of(patch.value)
     if router is not None:
         serving = router.served_by
     else:  # what a custom installer put there; two models may share it

@@ -1,4 +1,5 @@
-"""Putting loaded kernels at their sites: which kinds fit which targets, and the default installer."""
+"""Putting loaded kernels at their sites: which kinds fit which targets, the default installer, and how any installer
+replaces a function of the whole process."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.nn.utils import parametrize
 
-from twinkle.kernel.calls import Router, counted, renamed_parameters
-from twinkle.kernel.journal import PatchConflict, enter_model, lock, patch_of, register_model
+from twinkle.kernel.calls import Router, counted, renamed_parameters, router_of
+from twinkle.kernel.journal import ABSENT, Patch, PatchConflict, enter_model, lock, patch_of, register_model
 from twinkle.kernel.reclass import Method, own_forward
 from twinkle.kernel.targets import Site, Target, resolve_target
-from twinkle.kernel.undo import active_transaction, transaction
+from twinkle.kernel.undo import active_transaction, installing, transaction
 from twinkle.kernel.wrappers import beneath
-from twinkle.reasons import Reason
+from twinkle.reasons import Counts, Reason
 
 if TYPE_CHECKING:
     from twinkle.kernel.rows import Row
@@ -215,7 +216,10 @@ def install_at(assignment: Assignment) -> None:
     assert current is not None
     site, kernel, row = assignment.site, assignment.kernel, assignment.row
     if site.module is None:
-        _route(assignment)
+        at = site.owner, site.attribute
+        if patch_of(*at) is not None and _serving(*at, assignment.served_by) is None:
+            raise PatchConflict(f"{site.name} already serves another model of this process with another kernel")
+        _route(*at, site.original, kernel, row, assignment.served_by)
         return
     # Two instances that share kernel, original and row share a Method, and so a generated class.
     key = (id(kernel.function), kernel.accepts_call, kernel.base, site.original, id(row))
@@ -230,18 +234,48 @@ def install_at(assignment: Assignment) -> None:
         raise PatchConflict(f"{site.name}: {reason}")
 
 
-def _route(assignment: Assignment) -> None:
+def patch_function(obj: Any, name: str, kernel: Callable[..., Any]) -> None:
+    """:func:`~twinkle.kernel.undo.patch` for a function: its calls are counted in the report, and those that the
+    kernel's ``accepts_call`` refuses go to the function that was there.
+
+    All that one entry of a mapping puts in place counts together. Models that the same backend of the same op serves
+    share one replacement, and its counts.
+
+    Args:
+        obj: what holds the function: a Python module or a mapping.
+        name: its name there.
+        kernel: called as the function is.
+
+    Raises:
+        AttributeError: there is nothing of that name.
+        RuntimeError: called outside an installer, or another kernel is there, for a model that is still alive.
+    """
+    row = installing("patch_function()").row
+    assert row is not None
+    there = Patch.on(obj, name, kernel)
+    if there.original is ABSENT:
+        raise AttributeError(f"{there.where} doesn't exist, so a kernel can't take its place")
+    function = Kernel(kernel, getattr(kernel, "accepts_call", None), {}, None, _qualified_name(kernel))
+    _route(obj, name, there.original, function, row, (row.op, row.backend))
+
+
+def _route(obj: Any, name: str, original: Any, kernel: Kernel, row: Row, served_by: tuple[Any, ...]) -> None:
+    """Puts a router in a function's place, or shares the one there that serves in the same way; counts in the row."""
     current = active_transaction()
     assert current is not None
-    site, kernel = assignment.site, assignment.kernel
-    existing = patch_of(site.owner, site.attribute)
-    if existing is not None:
-        router = getattr(existing.value, "twinkle_router", None)
-        if router is None or router.served_by != assignment.served_by:
-            raise PatchConflict(f"{site.name} already serves another model of this process with another kernel")
-        value = existing.value
+    shared = _serving(obj, name, served_by)
+    if shared is not None:
+        value, row.counts = shared
     else:
-        router = Router(site.attribute, site.original, assignment.served_by)
+        router = Router(name, original, served_by, row.counts)
         value = router.around(kernel.function, kernel.accepts_call, kernel.renamed)
-    assignment.row.counts = router.counts
-    current.patch(site.owner, site.attribute, value)
+    current.patch(obj, name, value)
+
+
+def _serving(obj: Any, name: str, served_by: tuple[Any, ...]) -> tuple[Any, Counts] | None:
+    """What already stands in a function's place and serves in this way, and what it counts in."""
+    there = patch_of(obj, name)
+    router = None if there is None else router_of(there.value)
+    if there is None or router is None or router.served_by != served_by:
+        return None
+    return there.value, router.counts

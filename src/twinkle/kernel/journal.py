@@ -231,8 +231,11 @@ def process_originals() -> Iterator[None]:
 
 def _set_active(value: Any, active: bool) -> None:
     """A router that somebody still holds after the undo passes every call on to the original."""
-    if hasattr(value, "twinkle_router"):
-        value.twinkle_router.active = active
+    from twinkle.kernel.calls import router_of
+
+    router = router_of(value)
+    if router is not None:
+        router.active = active
 
 
 def _is_torch_module(obj: Any) -> bool:

@@ -196,6 +196,14 @@ def active_transaction() -> Transaction | None:
     return _active.get()
 
 
+def installing(caller: str) -> Transaction:
+    """The same for ``caller``, which only an installer may call; a RuntimeError where none is under way."""
+    current = active_transaction()
+    if current is None:
+        raise RuntimeError(f"{caller} was called outside kernelize(); it is for installers, which kernelize() runs")
+    return current
+
+
 def patch(obj: Any, name: str, value: Any) -> None:
     """What a custom installer writes through: sets an attribute of any object, or an item of a mapping.
 
@@ -207,10 +215,7 @@ def patch(obj: Any, name: str, value: Any) -> None:
     Raises:
         RuntimeError: called outside an installer, or the attribute carries another kernel of a living model.
     """
-    current = active_transaction()
-    if current is None:
-        raise RuntimeError("patch() was called outside kernelize(); it is for installers, which kernelize() runs")
-    current.patch(obj, name, value)
+    installing("patch()").patch(obj, name, value)
 
 
 def patch_method(module: nn.Module, attribute: str, make: Callable[[Any], Callable[..., Any]]) -> None:
@@ -229,12 +234,7 @@ def patch_method(module: nn.Module, attribute: str, make: Callable[[Any], Callab
         RuntimeError: called outside an installer; or another kernel is there, or the class can't be derived from,
             which ends as a row ``refused``.
     """
-    current = active_transaction()
-    if current is None:
-        raise RuntimeError(
-            "patch_method() was called outside kernelize(); it is for installers, which kernelize() runs"
-        )
-    current.patch_method(module, attribute, make)
+    installing("patch_method()").patch_method(module, attribute, make)
 
 
 @dataclass(frozen=True)

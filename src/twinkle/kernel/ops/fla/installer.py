@@ -6,10 +6,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from twinkle.kernel.calls import Router
-from twinkle.kernel.journal import patch_of
+from twinkle.kernel.install import patch_function
 from twinkle.kernel.reclass import peel
-from twinkle.kernel.undo import active_transaction, patch
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,22 +35,6 @@ def install(model: nn.Module, target: Any, impl: Mapping[str, Callable[..., Any]
         home = sys.modules[name]
         names = [function for function in impl if function in vars(home)]
         for function in names:
-            patch(home, function, _function_for(home, function, impl[function]))
+            patch_function(home, function, impl[function])
         rebound[name] = len(names)
     return sum(rebound[name] > 0 for name in layers)
-
-
-def _function_for(home: Any, name: str, kernel: Callable[..., Any]) -> Any:
-    """What counts and decides call by call in front of a kernel; the one that is there where it serves the same."""
-    current = active_transaction()
-    assert current is not None and current.row is not None
-    row = current.row
-    served_by = (row.op, row.backend)
-    there = patch_of(home, name)
-    router = getattr(there.value, "twinkle_router", None) if there else None
-    if there is not None and router is not None and router.served_by == served_by:
-        row.counts = router.counts  # of all functions together
-        return there.value
-    router = Router(name, vars(home)[name], served_by)
-    router.counts = row.counts
-    return router.around(kernel, getattr(kernel, "accepts_call", None), None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from twinkle.kernel.ops.triton_sums import sum_of_programs
+from twinkle.kernel.ops.triton_parts import sum_of_programs
 
 
 @triton.jit

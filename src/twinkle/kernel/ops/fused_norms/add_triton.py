@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -13,8 +13,8 @@ from torch.compiler import is_compiling
 from twinkle.gradients import gradients_with_graph
 from twinkle.kernel.ops.fused_norms import add_kernels as kernels
 from twinkle.kernel.ops.fused_norms.add_reference import SumAndNorm, original
-from twinkle.kernel.ops.rms_norm.triton_launch import WIDEST, shape_of
-from twinkle.kernel.ops.triton_sums import GROUP, counters
+from twinkle.kernel.ops.rms_norm.triton_launch import WIDEST, Kind, shape_of
+from twinkle.kernel.ops.triton_parts import GROUP, counters
 from twinkle.kernel.ops.triton_support import call_reason, device_reason, library_op
 from twinkle.memory import Memory
 from twinkle.reasons import Reason
@@ -22,14 +22,6 @@ from twinkle.triton_programs import Launch, Make, Program, Traced, Workspace, wo
 
 if TYPE_CHECKING:
     from twinkle.kernel.targets import Site
-
-
-class Kind(NamedTuple):
-    """What is computed, see :mod:`twinkle.kernel.ops.rms_norm.reference`."""
-
-    eps: float
-    offset: float
-    cast: str
 
 
 # --- launches ---------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from twinkle.kernel.calls import as_original, counted
+from twinkle.kernel.calls import as_original, counted, router_of
 from twinkle.kernel.install import obstacle
 from twinkle.kernel.journal import Refused, patch_of
 from twinkle.kernel.ops.fused_norms.norms import Norm, norm_of
@@ -206,8 +206,10 @@ def _fused_qk(
 
     def accepts_call(q_module: Any, k_module: Any, rotary: Any, q: Any, k: Any, cos: Any, sin: Any) -> str | None:
         why = q_norm.why_call(q_module) or k_norm.why_call(k_module) or hooks_for_all()
-        if why is None and not _is(rotary, known):
-            why = "the rotary function is not the one that was there when the kernel was installed"
+        if why is None and rotary is not known:
+            router = router_of(rotary)  # the op ``rotary`` may have put one in its place
+            if router is None or router.original is not known or router.served_by[0] != "rotary":
+                why = "the rotary function is not the one that was there when the kernel was installed"
         if why is not None or accepts is None:
             return why
         weights = q_norm.weight_of(q_module), k_norm.weight_of(k_module)
@@ -234,11 +236,3 @@ def _rotary(site: Site, found: Found, cache: dict[Hashable, Any]) -> Any:
     if variant.dialect != DIALECT or variant.parameters != SIGNATURES[0]:
         return Reason("other-rotary", f"its {found.rotary} isn't the half-split one of queries and keys")
     return function
-
-
-def _is(rotary: Any, known: Any) -> bool:
-    """Whether a function is the known one, or what the op ``rotary`` has put in its place."""
-    if rotary is known:
-        return True
-    router = getattr(rotary, "twinkle_router", None)
-    return router is not None and router.original is known and router.served_by[0] == "rotary"

@@ -14,15 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from twinkle.kernel.ops.triton_sums import sum_of_programs
-
-
-@triton.jit
-def _range(SIZE: tl.constexpr, FAR: tl.constexpr):
-    numbers = tl.arange(0, SIZE)
-    if FAR:  # times a stride they pass 32 bits
-        numbers = numbers.to(tl.int64)
-    return numbers
+from twinkle.kernel.ops.triton_parts import arange, sum_of_programs
 
 
 @triton.jit
@@ -46,7 +38,7 @@ def _turn_heads(
     """Of HEADS heads from ``first`` on what is there."""
     dtype: tl.constexpr = x_row.dtype.element_ty
     SAME: tl.constexpr = w_ptr.dtype.element_ty == x_row.dtype.element_ty
-    head = first + _range(HEADS, FAR)
+    head = first + arange(HEADS, FAR)
     x_at = x_row + head[:, None] * x_head
     y_at = y_row + head[:, None] * y_head
     is_pair = pair < pairs
@@ -55,7 +47,7 @@ def _turn_heads(
     b = tl.load(x_at + (pair + pairs)[None, :] * x_channel, mask=mask, other=0.0).to(tl.float32)
     squares = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
     if REST > 0:
-        rest = 2 * pairs + _range(REST, FAR)
+        rest = 2 * pairs + arange(REST, FAR)
         c_mask = (head < heads)[:, None] & (rest < head_dim)[None, :]
         c = tl.load(x_at + rest[None, :] * x_channel, mask=c_mask, other=0.0).to(tl.float32)
         squares += tl.sum(c * c, axis=1)
@@ -89,7 +81,7 @@ def forward_kernel(
     block = program % blocks
     batch = row // length
     token = row % length
-    pair = _range(PAIRS, FAR)
+    pair = arange(PAIRS, FAR)
     cos_at = cos_ptr + batch * cos_batch + token * cos_token + pair * cos_channel
     sin_at = sin_ptr + batch * sin_batch + token * sin_token + pair * sin_channel
     cos_a = tl.load(cos_at, mask=pair < pairs, other=0.0).to(tl.float32)
@@ -117,7 +109,7 @@ def _turn_heads_back(
     HEADS: tl.constexpr, REST: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradient of the heads, and gives the parts of the weight's that they bring."""
-    head = first + _range(HEADS, FAR)
+    head = first + arange(HEADS, FAR)
     there = head < heads
     x_at = x_row + head[:, None] * x_head
     dy_at = dy_row + head[:, None] * dy_head
@@ -131,7 +123,7 @@ def _turn_heads_back(
     b_grad = tl.load(dy_at + b_channel * dy_channel, mask=mask, other=0.0).to(tl.float32)
     squares = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
     if REST > 0:
-        rest = (2 * pairs + _range(REST, FAR))[None, :]
+        rest = (2 * pairs + arange(REST, FAR))[None, :]
         c_mask = there[:, None] & (rest < head_dim)
         c = tl.load(x_at + rest * x_channel, mask=c_mask, other=0.0).to(tl.float32)
         dc = tl.load(dy_at + rest * dy_channel, mask=c_mask, other=0.0).to(tl.float32)
@@ -174,7 +166,7 @@ def backward_kernel(
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    pair = _range(PAIRS, FAR)
+    pair = arange(PAIRS, FAR)
     is_pair = pair < pairs
     REST_OR_ONE: tl.constexpr = REST if REST > 0 else 1
     rest = 2 * pairs + tl.arange(0, REST_OR_ONE)

@@ -11,7 +11,8 @@ import triton
 
 from twinkle.kernel.ops.fused_norms import qk_kernels as kernels
 from twinkle.kernel.ops.fused_norms.qk_reference import Rotated
-from twinkle.kernel.ops.triton_sums import GROUP, counters
+from twinkle.kernel.ops.rotary.triton_layout import Strides, strides_of, table_strides
+from twinkle.kernel.ops.triton_parts import GROUP, counters
 from twinkle.kernel.ops.triton_support import far, processors, tuned
 from twinkle.triton_programs import Launch, Make, Workspace
 
@@ -42,7 +43,7 @@ class _Geometry:
         blocks = max(triton.cdiv(count, of_each) for count, of_each in zip(heads, each, strict=True))
         length = q.shape[3 - at]
         self.items = q.shape[0] * length * blocks
-        self.tables = [_table_strides(table) for table in (cos, sin)]
+        self.tables = [table_strides(table) for table in (cos, sin)]
         self.scalars = (kind.q_eps, kind.k_eps, length, *heads, blocks, self.head_dim, pairs)
         self.constants = {
             "OFFSET": kind.offset, "Q_HEADS": each[0], "K_HEADS": each[1], "PAIRS": triton.next_power_of_2(pairs),
@@ -50,21 +51,11 @@ class _Geometry:
         }  # fmt: skip
         self._heads = max(heads)
 
-    def rest(self, strides: list[tuple[int, int, int, int]]) -> tuple[tuple[int, ...], bool]:
+    def rest(self, strides: list[Strides]) -> tuple[tuple[int, ...], bool]:
         """The scalars from the tensors' strides on, and whether some tile reaches further than 32 bits count."""
         extents = [pair for s in strides for pair in ((self._heads, s[2]), (self.head_dim, s[3]))]
         is_far = far(*extents, *((self.head_dim, table[2]) for table in self.tables))
         return tuple(itertools.chain(*strides, *self.tables)), is_far
-
-
-def _strides(tensor: torch.Tensor, heads_at: int) -> tuple[int, int, int, int]:
-    """Strides of batch, token, head and channel."""
-    strides = tensor.stride()
-    return strides[0], strides[3 - heads_at], strides[heads_at], strides[3]
-
-
-def _table_strides(table: torch.Tensor) -> tuple[int, int, int]:
-    return table.stride(0) if table.shape[0] != 1 else 0, table.stride(1), table.stride(2)
 
 
 def forward(
@@ -77,7 +68,7 @@ def forward(
         q, k, results, cos, sin: tensors like those that it will be called with; only their layouts are looked at.
     """
     geometry = _Geometry(q, k, cos, sin, kind, "forward")
-    strides = [_strides(t, kind.heads_at) for t in (q, k)] + [_strides(t, 1) for t in results]
+    strides = [strides_of(t, kind.heads_at) for t in (q, k)] + [strides_of(t, 1) for t in results]
     scalars, is_far = geometry.rest(strides)
     constants = {**geometry.constants, "CAST": kind.cast, "FAR": is_far}
     launch = Launch((geometry.items,), (*geometry.scalars, *scalars), constants, geometry.warps)
@@ -105,7 +96,7 @@ def backward(
         needs_dw: whether those are wanted; without it their tensors are None.
     """
     geometry, device = _Geometry(q, k, cos, sin, kind, "backward"), q.device
-    strides = [_strides(t, 1) for t in grads] + [_strides(t, kind.heads_at) for t in (q, k, dq, dk)]
+    strides = [strides_of(t, 1) for t in grads] + [strides_of(t, kind.heads_at) for t in (q, k, dq, dk)]
     scalars, is_far = geometry.rest(strides)
     most = processors(device) * geometry.per_processor
     programs = min(geometry.items, most) if isinstance(geometry.items, int) else most

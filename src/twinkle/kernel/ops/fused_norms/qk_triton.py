@@ -13,6 +13,7 @@ from twinkle.gradients import gradients_with_graph
 from twinkle.kernel.ops.fused_norms import qk_launch
 from twinkle.kernel.ops.fused_norms.qk_launch import Kind
 from twinkle.kernel.ops.fused_norms.qk_reference import Rotated, original
+from twinkle.kernel.ops.rotary.triton_layout import heads_reason, table_reason
 from twinkle.kernel.ops.triton_support import call_reason, device_reason, library_op
 from twinkle.memory import Memory
 from twinkle.reasons import Reason
@@ -229,20 +230,14 @@ def _shape_reason(
     """Why the kernel can't take tensors of these shapes."""
     if len(q) != 4 or len(k) != 4 or len(cos) != 3:
         return "queries and keys of four dimensions, and tables of three, only"
-    sizes = [(*shape[:heads_at], *shape[heads_at + 1 :]) for shape in (q, k)]  # all but the heads
-    if sizes[0] != sizes[1]:
-        return "query and key differ in more than their heads"
-    if k[heads_at] == 0:
-        return "an empty tensor"
+    reason = heads_reason(q, k, heads_at)
+    if reason is not None:
+        return reason
     if q[-1] > WIDEST:
         return f"heads of more than {WIDEST} channels"
     if tuple(q_weight) != (q[-1],) or tuple(k_weight) != (q[-1],):
         return "a norm's weight isn't as long as a head"
-    if cos[1] != sizes[0][-2] or cos[0] not in (1, q[0]):
-        return "cos and sin are not as long as the sequence, or as many as the batch"
-    if cos[-1] % 2 or not 0 < cos[-1] <= q[-1]:
-        return "the table's width doesn't fit the head"
-    return None
+    return table_reason(q, heads_at, cos, cos[-1])
 
 
 _known_shape_reason = functools.lru_cache(maxsize=1024)(_shape_reason)

@@ -15,7 +15,7 @@ from twinkle.kernel.ops.derived import layer
 from twinkle.kernel.ops.rms_norm import triton_launch
 from twinkle.kernel.ops.rms_norm.gated_reference import gated_rms_norm
 from twinkle.kernel.ops.rms_norm.reference import rms_norm as reference_rms_norm
-from twinkle.kernel.ops.rms_norm.triton_launch import WIDEST, Kind
+from twinkle.kernel.ops.rms_norm.triton_launch import WIDEST, Kind, Triple
 from twinkle.kernel.ops.triton_support import call_reason, device_reason, has_rows, library_op, rows_reason
 from twinkle.memory import Memory
 from twinkle.reasons import Reason
@@ -41,9 +41,9 @@ class _Layout:
 
     __slots__ = ("backwards", "dtype", "forward", "kind", "new_gate", "new_x", "rows")
 
-    def __init__(self, x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None, kind: Kind) -> None:
-        self.kind = kind
-        self.dtype = _result_dtype(x, weight, gate, kind[2])
+    def __init__(self, x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None, kind: Triple) -> None:
+        self.kind = Kind(*kind)
+        self.dtype = _result_dtype(x, weight, gate, self.kind.cast)
         self.rows = x.numel() // x.shape[-1]
         self.new_x = _maker(x)
         self.new_gate = None if gate is None else _maker(gate)
@@ -54,7 +54,7 @@ class _Layout:
 _layouts: Memory[_Layout] = Memory()
 
 
-def _eager_forward(x: torch.Tensor, weight: Any, gate: Any, kind: Kind) -> tuple[torch.Tensor, torch.Tensor, _Layout]:
+def _eager_forward(x: torch.Tensor, weight: Any, gate: Any, kind: Triple) -> tuple[torch.Tensor, torch.Tensor, _Layout]:
     """The result, ``rstd`` and what is known of the layout."""
     key = triton_launch.layout_of(x, weight, gate, kind)
     layout = _layouts.get(key) or _layouts.add(key, _Layout(x, weight, gate, kind))
@@ -68,7 +68,7 @@ class _RMSNorm(torch.autograd.Function):
     """The eager way: two launches, and nothing around them that could be done once."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, gate: Any, kind: Kind) -> torch.Tensor:
+    def forward(ctx: Any, x: Any, weight: Any, gate: Any, kind: Triple) -> torch.Tensor:
         y, rstd, layout = _eager_forward(x, weight, gate, kind)
         ctx.save_for_backward(x, weight, gate, rstd)
         ctx.layout = layout
@@ -91,7 +91,9 @@ class _RMSNorm(torch.autograd.Function):
                 dy = dy.contiguous()
             backward = layout.backwards.get((dy.stride(), needs_dw))
         if backward is None:
-            backward = triton_launch.backward(Program, workspace, dy, x, weight, gate, (dx, dw, dgate), layout.kind[1])
+            backward = triton_launch.backward(
+                Program, workspace, dy, x, weight, gate, (dx, dw, dgate), layout.kind.offset
+            )
             layout.backwards[dy.stride(), needs_dw] = backward
         backward(dy, x, weight, gate, rstd, dx, dw, dgate)
         return dx, dw, dgate, None
@@ -181,7 +183,7 @@ def _differentiate(ctx: Any, dy: torch.Tensor, _: Any) -> tuple[Any, ...]:
 _traced_forward.register_autograd(_differentiate, setup_context=_save)
 
 
-def _norm(x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None, kind: Kind) -> torch.Tensor:
+def _norm(x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None, kind: Triple) -> torch.Tensor:
     if is_compiling():
         return _traced_forward(x, weight, gate, *kind)[0]
     if torch.is_grad_enabled():

@@ -11,21 +11,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from twinkle.kernel.ops.triton_sums import sum_of_programs
+from twinkle.kernel.ops.triton_parts import arange, sum_of_programs
 
 
 @triton.jit
 def _row_starts(rows, middle, inner, outer_stride, middle_stride, stride):
     outer = rows // inner
     return (outer // middle) * outer_stride + (outer % middle) * middle_stride + (rows % inner) * stride
-
-
-@triton.jit
-def _columns(BLOCK: tl.constexpr, FAR: tl.constexpr):
-    columns = tl.arange(0, BLOCK)
-    if FAR:  # times a column stride they pass 32 bits
-        columns = columns.to(tl.int64)
-    return columns
 
 
 @triton.jit
@@ -40,7 +32,7 @@ def forward_kernel(
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_mask = rows < n_rows
-    columns = _columns(BLOCK, FAR)
+    columns = arange(BLOCK, FAR)
     x_start = x_ptr + _row_starts(rows, x_middle, x_inner, x_outer, x_mid_stride, x_stride)[:, None]
     y_start = y_ptr + _row_starts(rows, y_middle, y_inner, y_outer, y_mid_stride, y_stride)[:, None]
     if HAS_GATE:
@@ -97,7 +89,7 @@ def backward_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    columns = _columns(BLOCK, FAR)
+    columns = arange(BLOCK, FAR)
     in_row = columns < width
     if HAS_WEIGHT:
         w = tl.load(w_ptr + columns, mask=in_row, other=0.0).to(tl.float32) + OFFSET
@@ -151,7 +143,7 @@ def wide_backward_kernel(
     OFFSET: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    columns = _columns(BLOCK, FAR)
+    columns = arange(BLOCK, FAR)
     x_start = x_ptr + _row_starts(row, x_middle, x_inner, x_outer, x_mid_stride, x_stride)
     dy_start = dy_ptr + _row_starts(row, dy_middle, dy_inner, dy_outer, dy_mid_stride, dy_stride)
     dx_start = dx_ptr + _row_starts(row, dx_middle, dx_inner, dx_outer, dx_mid_stride, dx_stride)
@@ -185,7 +177,7 @@ def wide_weight_kernel(
     x_middle, x_inner, x_outer, x_mid_stride, x_stride, x_column,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    columns = tl.program_id(0) * BLOCK + _columns(BLOCK, FAR)
+    columns = tl.program_id(0) * BLOCK + arange(BLOCK, FAR)
     in_row = columns < width
     dw = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, n_rows, ROWS):

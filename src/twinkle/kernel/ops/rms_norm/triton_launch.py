@@ -9,12 +9,21 @@ import torch
 import triton
 
 from twinkle.kernel.ops.rms_norm import triton_kernels as kernels
-from twinkle.kernel.ops.triton_sums import GROUP, counters
+from twinkle.kernel.ops.triton_parts import GROUP, counters
 from twinkle.kernel.ops.triton_support import Rows, far, processors, rows_of, tuned
 from twinkle.triton_programs import Launch, Make, Workspace
 
-Kind = tuple[float, float, str]
-"""``(eps, offset, cast)``: see :mod:`twinkle.kernel.ops.rms_norm.reference`."""
+
+class Kind(NamedTuple):
+    """What is computed, see :mod:`twinkle.kernel.ops.rms_norm.reference`."""
+
+    eps: float
+    offset: float
+    cast: str
+
+
+Triple = tuple[float, float, str]
+"""A :class:`Kind` as calls bring it: the plain tuple equals it, and takes no call of Python to make."""
 
 Results = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 """The gradients of the input, of the weight where wanted, and of the gate where there is one."""
@@ -52,14 +61,14 @@ def shape_of(device: torch.device, direction: str, width: int, rows: int) -> Sha
     return Shape(rows_each, block, warps, programs, stages)
 
 
-def layout_of(x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None, kind: Kind) -> tuple[Any, ...]:
+def layout_of(x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None, kind: Triple) -> tuple[Any, ...]:
     """What tells one forward launch from another, results included; with ``dy``'s strides, one backward launch."""
     key = (x.shape, x.stride(), x.dtype, x.device, None if weight is None else weight.dtype, kind)
     return key if gate is None else (*key, gate.stride(), gate.dtype)
 
 
 def forward(
-    make: Make, x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None, y: torch.Tensor, kind: Kind
+    make: Make, x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None, y: torch.Tensor, kind: Triple
 ) -> Callable[..., None]:
     """A function ``(x, weight, gate, y, rstd)`` that computes ``y`` and ``rstd``, ``[rows]`` in fp32.
 

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from twinkle.kernel.ops import liger_support
 from twinkle.kernel.ops.liger_support import call_reason, device_reason, launch, liger_function
-from twinkle.kernel.ops.rotary.reference import Dialect, with_signature
+from twinkle.kernel.ops.rotary.reference import Dialect, function_of
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
@@ -108,9 +108,7 @@ def load(target: Any, site: Site) -> Callable[..., Any]:
             doubled[width] = _halves_equal(cos) and _halves_equal(sin)
         return None if doubled[width] else "the halves of cos or sin differ"
 
-    rotary = with_signature(variant, kernel, "liger_rotary")
-    rotary.accepts_call = with_signature(variant, refuses, "accepts_call")  # type: ignore[attr-defined]
-    return rotary
+    return function_of(variant, kernel, refuses, "liger_rotary")
 
 
 def _halves_equal(table: torch.Tensor) -> bool:

@@ -15,7 +15,7 @@ import torch
 from twinkle.kernel.ops import npu_support
 from twinkle.kernel.ops.npu_support import call_reason, device_reason, npu_function
 from twinkle.kernel.ops.rotary.multimodal_reference import MultimodalRotaryVariant, recombine
-from twinkle.kernel.ops.rotary.reference import Dialect, RotaryVariant, with_signature
+from twinkle.kernel.ops.rotary.reference import Dialect, RotaryVariant, function_of, turn_part
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
@@ -51,20 +51,16 @@ class _Rotation(torch.autograd.Function):
         return _Rotation.apply(grad, cos, back, ctx.mode), None, None, None
 
 
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dialect: Dialect) -> torch.Tensor:
-    """``x [..., D]`` with as many of its channels turned as the prepared tables ``[..., R]`` have."""
+def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dialect: Dialect) -> torch.Tensor:
+    """All channels of ``x [..., R]`` turned by prepared tables, in the dtype that the dialect computes in."""
     dtype = torch.float32 if dialect.compute == "fp32" else torch.promote_types(x.dtype, cos.dtype)
-    width, whole = cos.shape[-1], x.shape[-1]
-    start = whole - width if dialect.part == "trailing" else 0
-    turning = x[..., start : start + width].to(dtype)
+    x = x.to(dtype)
     if dialect.output == "halves":
-        turning = torch.cat((turning[..., 0::2], turning[..., 1::2]), dim=-1)
-    tensors = turning, cos.to(dtype), sin.to(dtype)
+        x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
+    tensors = x, cos.to(dtype), sin.to(dtype)
     flat = x.dim() == 3  # the vision towers', without a batch
     turned = _Rotation.apply(*(t[None] if flat else t for t in tensors), _mode(dialect))
-    turned = turned[0] if flat else turned
-    turned = turned.to(x.dtype) if dialect.restores else turned
-    return turned if width == whole else torch.cat((x[..., :start], turned, x[..., start + width :]), dim=-1)
+    return turned[0] if flat else turned  # type: ignore[no-any-return]
 
 
 def _spread(table: torch.Tensor, unsqueeze_dim: int, x: torch.Tensor) -> torch.Tensor:
@@ -99,17 +95,13 @@ def load(target: Any, site: Site) -> Callable[..., Any]:
 
     def kernel(tensors: tuple[torch.Tensor, ...], cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int) -> Any:
         cos, sin = (_table(_spread(table, unsqueeze_dim, tensors[0]), dialect) for table in (cos, sin))
-        return tuple([_rotated(tensor, cos, sin, dialect) for tensor in tensors])
+        return tuple([turn_part(_turned, tensor, cos, sin, dialect) for tensor in tensors])
 
     def refuse(tensors: tuple[torch.Tensor, ...], cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int) -> Any:
         cos, sin = (_spread(table, unsqueeze_dim, tensors[0]) for table in (cos, sin))
-        return [_refusal(tensors, cos, sin, dialect)]
+        return _refusal(tensors, cos, sin, dialect)
 
-    function = with_signature(variant, kernel, "npu_rotary")
-    why = with_signature(variant, refuse, "npu_rotary_accepts")
-    one = variant.tensors == 1  # with_signature hands on the first for a function of one tensor
-    function.accepts_call = why if one else lambda *args, **kwargs: why(*args, **kwargs)[0]  # type: ignore[attr-defined]
-    return function
+    return function_of(variant, kernel, refuse, "npu_rotary")
 
 
 def load_multimodal(target: Any, site: Site) -> Callable[..., Any]:
@@ -119,7 +111,7 @@ def load_multimodal(target: Any, site: Site) -> Callable[..., Any]:
 
     def npu_multimodal_rotary(q, k, cos, sin, mrope_section, unsqueeze_dim=1):  # type: ignore[no-untyped-def]
         cos, sin = (recombine(table, mrope_section).unsqueeze(unsqueeze_dim) for table in (cos, sin))
-        return tuple([_rotated(tensor, cos, sin, dialect) for tensor in (q, k)])
+        return tuple([turn_part(_turned, tensor, cos, sin, dialect) for tensor in (q, k)])
 
     def accepts_call(q, k, cos, sin, mrope_section, unsqueeze_dim=1):  # type: ignore[no-untyped-def]
         return _refusal((q, k), cos[0].unsqueeze(unsqueeze_dim), sin[0].unsqueeze(unsqueeze_dim), dialect)

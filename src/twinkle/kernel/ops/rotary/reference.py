@@ -102,26 +102,55 @@ def rotate(
     Returns:
         ``x``'s shape and the dialect's dtype.
     """
-    pairing = "half" if dialect.output == "halves" else dialect.pairing
     if dialect.table == "first_half":
         cos, sin = (t[..., : t.shape[-1] // 2] for t in (cos, sin))
     if dialect.table != "full":
-        spread = _double if pairing == "half" else _repeat
+        spread = _double if _pairing(dialect) == "half" else _repeat
         cos, sin = spread(cos), spread(sin)
-    width = cos.shape[-1]
-    start = x.shape[-1] - width if dialect.part == "trailing" else 0
-    turning = x[..., start : start + width]
-    if dialect.compute == "fp32" or compute_dtype is not None:
-        dtype = compute_dtype or torch.float32
-        turning, cos, sin = turning.to(dtype), cos.to(dtype), sin.to(dtype)
-    if dialect.output == "halves":
-        turning = torch.cat((turning[..., 0::2], turning[..., 1::2]), dim=-1)
-    turned = turning * cos + _quarter_turn(turning, pairing) * sin
+    return turn_part(_turned, x, cos, sin, dialect, compute_dtype)
+
+
+def turn_part(
+    turn: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    dialect: Dialect,
+    *further: Any,
+) -> torch.Tensor:
+    """Turns those channels of ``x`` that rotate and passes on the others.
+
+    Args:
+        turn: ``turn(channels, cos, sin, dialect, *further)`` -> the channels turned, in any dtype.
+        x: ``[..., D]``.
+        cos, sin: tables as ``turn`` wants them, ``[..., R]``: R channels rotate, at the end that the dialect says.
+
+    Returns:
+        ``x``'s shape; the dtype that ``turn`` gives, or ``x``'s where the dialect restores it.
+    """
+    width, whole = cos.shape[-1], x.shape[-1]
+    start = whole - width if dialect.part == "trailing" else 0
+    # A view of all of it would be the same, and costs time on the host.
+    turned = turn(x if width == whole else x[..., start : start + width], cos, sin, dialect, *further)
     if dialect.restores:
         turned = turned.to(x.dtype)
-    if width == x.shape[-1]:
-        return turned
-    return torch.cat((x[..., :start], turned, x[..., start + width :]), dim=-1)
+    return turned if width == whole else torch.cat((x[..., :start], turned, x[..., start + width :]), dim=-1)
+
+
+def _turned(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dialect: Dialect, compute_dtype: torch.dtype | None
+) -> torch.Tensor:
+    if dialect.compute == "fp32" or compute_dtype is not None:
+        dtype = compute_dtype or torch.float32
+        x, cos, sin = x.to(dtype), cos.to(dtype), sin.to(dtype)
+    if dialect.output == "halves":
+        x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
+    return x * cos + _quarter_turn(x, _pairing(dialect)) * sin
+
+
+def _pairing(dialect: Dialect) -> str:
+    """Of what is written, see ``Dialect.output``."""
+    return "half" if dialect.output == "halves" else dialect.pairing
 
 
 def _double(table: torch.Tensor) -> torch.Tensor:
@@ -140,34 +169,62 @@ def _quarter_turn(x: torch.Tensor, pairing: str) -> torch.Tensor:
     return torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
 
 
+def function_of(
+    variant: RotaryVariant, kernel: Callable[..., Any], reason: Callable[..., Any], name: str
+) -> Callable[..., Any]:
+    """What a backend loads: a kernel and its ``accepts_call``, both called as the original is.
+
+    Args:
+        variant: says with which signature.
+        kernel: see :func:`with_signature`.
+        reason: ``reason(tensors, cos, sin, unsqueeze_dim)`` -> why the kernel can't serve the call, or None.
+        name: the function's ``__name__``.
+    """
+    function = with_signature(variant, kernel, name)
+    function.accepts_call = _called_alike(variant, reason, f"{name}_accepts")  # type: ignore[attr-defined]
+    return function
+
+
 def with_signature(variant: RotaryVariant, kernel: Callable[..., Any], name: str) -> Callable[..., Any]:
     """A function that is called as the original is.
 
     Args:
-        variant: says which signature.
+        variant: says with which signature.
         kernel: ``kernel(tensors, cos, sin, unsqueeze_dim)`` -> one result per tensor of the tuple ``tensors``.
         name: the function's ``__name__``.
     """
+    if variant.tensors > 1:
+        return _called_alike(variant, kernel, name)
+
+    def function(x, cos, sin, unsqueeze_dim=1):  # type: ignore[no-untyped-def]
+        return kernel((x,), cos, sin, unsqueeze_dim)[0]
+
+    function.__name__ = function.__qualname__ = name
+    return function
+
+
+def _called_alike(variant: RotaryVariant, call: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """``call(tensors, cos, sin, unsqueeze_dim)`` as a function with the original's signature and ``call``'s result."""
     function: Callable[..., Any]
     if variant.tensors == 1:
 
         def function(x, cos, sin, unsqueeze_dim=1):  # type: ignore[no-untyped-def,no-redef]
-            return kernel((x,), cos, sin, unsqueeze_dim)[0]
+            return call((x,), cos, sin, unsqueeze_dim)
 
     elif "position_ids" in variant.parameters:
 
         def function(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):  # type: ignore[no-untyped-def,no-redef]
-            return kernel((q, k), cos, sin, unsqueeze_dim)
+            return call((q, k), cos, sin, unsqueeze_dim)
 
     elif "unsqueeze_dim" in variant.parameters:
 
         def function(q, k, cos, sin, unsqueeze_dim=1):  # type: ignore[no-untyped-def,no-redef]
-            return kernel((q, k), cos, sin, unsqueeze_dim)
+            return call((q, k), cos, sin, unsqueeze_dim)
 
     else:
 
         def function(q, k, cos, sin):  # type: ignore[no-untyped-def,no-redef]
-            return kernel((q, k), cos, sin, -2)
+            return call((q, k), cos, sin, -2)
 
     function.__name__ = function.__qualname__ = name
     return function

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from twinkle.kernel.ops.rotary.reference import Dialect, with_signature
+from twinkle.kernel.ops.rotary.reference import Dialect, function_of, turn_part
 from twinkle.kernel.ops.torch_support import not_faster, transformed
 from twinkle.kernel.ops.worthwhile import slower_for
 from twinkle.reasons import Reason
@@ -36,17 +36,13 @@ def load(target: Any, site: Site) -> Callable[..., Any]:
         tables = _tables(cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim), dialect)
         if torch.is_grad_enabled():
             return _Rotation.apply(dialect, *tables, *tensors)
-        return tuple([_rotated(t, *tables, dialect, back=False) for t in tensors])
+        return tuple([turn_part(_turned, t, *tables, dialect, False) for t in tensors])
 
     def refuse(tensors: tuple[torch.Tensor, ...], cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int) -> Any:
         why = "cos or sin needs a gradient" if cos.requires_grad or sin.requires_grad else transformed()
-        return [why or slower(tensors[0])]  # with_signature hands on the first for a function of one tensor
+        return why or slower(tensors[0])
 
-    function = with_signature(site.variant, kernel, "torch_rotary")
-    why = with_signature(site.variant, refuse, "torch_rotary_accepts")
-    one = site.variant.tensors == 1
-    function.accepts_call = why if one else lambda *args, **kwargs: why(*args, **kwargs)[0]  # type: ignore[attr-defined]
-    return function
+    return function_of(site.variant, kernel, refuse, "torch_rotary")
 
 
 class _Rotation(torch.autograd.Function):
@@ -56,13 +52,13 @@ class _Rotation(torch.autograd.Function):
     def forward(ctx: Any, dialect: Dialect, cos: torch.Tensor, signed_sin: torch.Tensor, *tensors: torch.Tensor) -> Any:
         ctx.save_for_backward(cos, signed_sin)
         ctx.dialect = dialect
-        return tuple([_rotated(t, cos, signed_sin, dialect, back=False) for t in tensors])
+        return tuple([turn_part(_turned, t, cos, signed_sin, dialect, False) for t in tensors])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         cos, signed_sin = ctx.saved_tensors
         results = [
-            _rotated(g, cos, signed_sin, ctx.dialect, back=True) if needed else None
+            turn_part(_turned, g, cos, signed_sin, ctx.dialect, True) if needed else None
             for g, needed in zip(gradients, ctx.needs_input_grad[3:], strict=True)
         ]
         return None, None, None, *results
@@ -78,18 +74,6 @@ def _tables(cos: torch.Tensor, sin: torch.Tensor, dialect: Dialect) -> tuple[tor
     if dialect.table == "first_half":
         cos, sin = (table[..., : table.shape[-1] // 2] for table in (cos, sin))
     return _joined(cos, cos, dialect), _joined(-sin, sin, dialect)
-
-
-def _rotated(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, dialect: Dialect, back: bool) -> Any:
-    """``x`` of ``[..., D]`` with R of its channels rotated; ``back`` rotates by the opposite angle."""
-    width, whole = cos.shape[-1], x.shape[-1]
-    if width == whole:
-        turned = _turned(x, cos, signed_sin, dialect, back)
-        return turned.to(x.dtype) if dialect.restores else turned
-    start = whole - width if dialect.part == "trailing" else 0
-    turned = _turned(x[..., start : start + width], cos, signed_sin, dialect, back)
-    turned = turned.to(x.dtype) if dialect.restores else turned
-    return torch.cat((x[..., :start], turned, x[..., start + width :]), dim=-1)
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, dialect: Dialect, back: bool) -> torch.Tensor:

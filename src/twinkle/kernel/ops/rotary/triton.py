@@ -13,8 +13,9 @@ from torch.compiler import is_compiling
 
 from twinkle.gradients import gradients_with_graph
 from twinkle.kernel.ops.rotary import triton_kernels as kernels
-from twinkle.kernel.ops.rotary.reference import DIALECTS, Dialect, RotaryVariant, with_signature
+from twinkle.kernel.ops.rotary.reference import DIALECTS, Dialect, RotaryVariant, function_of
 from twinkle.kernel.ops.rotary.reference import rotate as reference_rotate
+from twinkle.kernel.ops.rotary.triton_layout import heads_reason, strides_of, table_reason, table_strides
 from twinkle.kernel.ops.triton_support import call_reason, device_reason, far, library_op, tuned
 from twinkle.memory import Memory
 from twinkle.reasons import Reason
@@ -51,23 +52,6 @@ def _channels(dialect: Dialect, table: int, head_dim: int) -> _Channels:
     return _Channels(*layout_in, *layout_out, table_step, table_b, start, pairs)
 
 
-Strides = tuple[int, int, int, int]
-
-
-def _strides(tensor: torch.Tensor, heads_at: int) -> Strides:
-    """Strides of batch, token, head and channel of a 4-D tensor, or of a 3-D one without batch."""
-    strides = tensor.stride()
-    if tensor.dim() == 3:
-        return 0, strides[0], strides[1], strides[2]
-    return strides[0], strides[3 - heads_at], strides[heads_at], strides[3]
-
-
-def _table_strides(table: torch.Tensor, has_batch: bool) -> tuple[int, int, int]:
-    if not has_batch or table.dim() == 2:
-        return 0, table.stride(-2), table.stride(-1)
-    return table.stride(0) if table.shape[0] != 1 else 0, table.stride(1), table.stride(2)
-
-
 def _launched(
     make: Make,
     inputs: tuple[torch.Tensor, ...],
@@ -96,8 +80,8 @@ def _launched(
     most = max(1, elements // max(pairs, rest))
     heads_each = [min(triton.next_power_of_2(count), most) for count in heads]
     blocks = max(triton.cdiv(count, each) for count, each in zip(heads, heads_each, strict=True))
-    strides = [_strides(tensor, heads_at) for tensor in (q, k, outputs[0], outputs[-1])]
-    tables = [_table_strides(table, has_batch) for table in (cos, sin)]
+    strides = [strides_of(tensor, heads_at) for tensor in (q, k, outputs[0], outputs[-1])]
+    tables = [table_strides(table) for table in (cos, sin)]
     extents = [pair for s in strides for pair in ((max(heads), s[2]), (head_dim, s[3]))]
     constants = {
         "FIRST_IN": first_in, "STEP_IN": step_in, "FIRST_OUT": first_out, "STEP_OUT": step_out,
@@ -246,17 +230,8 @@ def _shape_reason(
     heads_at = _HEADS_AT.get((len(first), len(table), unsqueeze_dim))
     if heads_at is None:
         return "dimensions, or a place for the heads in cos and sin, that the kernel doesn't know"
-    sizes = [(*shape[:heads_at], *shape[heads_at + 1 :]) for shape in shapes]  # all but the heads
-    if any(len(shape) != len(first) for shape in shapes) or sizes[0] != sizes[-1]:
-        return "query and key differ in more than their heads"
-    if shapes[-1][heads_at] == 0:
-        return "an empty tensor"
     width = table[-1] * 2 if variant.dialect.table == "half_width" else table[-1]
-    if table[-2] != sizes[0][-2] or (len(table) == 3 and table[0] not in (1, first[0])):
-        return "cos and sin are not as long as the sequence, or as many as the batch"
-    if width % 2 or width == 0 or width > first[-1] or (width < first[-1] and not variant.partial):
-        return "the table's width doesn't fit the head"
-    return None
+    return heads_reason(first, shapes[-1], heads_at) or table_reason(first, heads_at, table, width, variant.partial)
 
 
 def accepts(site: Site) -> Reason | None:
@@ -286,9 +261,6 @@ def load(target: Any, site: Site) -> Callable[..., Any]:
             # While a compiler traces, sizes may be symbols, which can't be a cache's key.
             ask = shape_reason if is_compiling() else known_shape_reason
             found = ask(tuple([tensor.shape for tensor in tensors]), cos.shape, unsqueeze_dim)
-        return (found,)
+        return found
 
-    function = with_signature(variant, kernel, "triton_rotary")
-    check = with_signature(variant, reason, "triton_rotary_accepts")
-    function.accepts_call = check if variant.tensors == 1 else lambda *args, **kwargs: check(*args, **kwargs)[0]  # type: ignore[attr-defined]
-    return function
+    return function_of(variant, kernel, reason, "triton_rotary")

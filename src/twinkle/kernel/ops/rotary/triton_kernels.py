@@ -11,13 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _range(SIZE: tl.constexpr, FAR: tl.constexpr):
-    numbers = tl.arange(0, SIZE)
-    if FAR:  # times a stride they pass 32 bits
-        numbers = numbers.to(tl.int64)
-    return numbers
+from twinkle.kernel.ops.triton_parts import arange
 
 
 @triton.jit
@@ -29,15 +23,15 @@ def _load_pairs(
 
     Either STEP is 1 (half-split) or STEP is 2 and FIRST is 1 (interleaved).
     """
-    head = first + _range(HEADS, FAR)
+    head = first + arange(HEADS, FAR)
     at = x_row + head[:, None] * x_head
     if STEP_IN == 2:  # a and b lie side by side: read as they lie, then taken apart
-        channel = _range(2 * PAIRS, FAR)
+        channel = arange(2 * PAIRS, FAR)
         mask = (head < heads)[:, None] & (channel < 2 * pairs)[None, :]
         both = tl.load(at + (start + channel)[None, :] * x_channel, mask=mask, other=0.0)
         a, b = tl.split(tl.reshape(both, (HEADS, PAIRS, 2)))
     else:
-        pair = _range(PAIRS, FAR)
+        pair = arange(PAIRS, FAR)
         mask = (head < heads)[:, None] & (pair < pairs)[None, :]
         a = tl.load(at + (start + pair)[None, :] * x_channel, mask=mask, other=0.0)
         b = tl.load(at + (start + pair + FIRST_IN)[None, :] * x_channel, mask=mask, other=0.0)
@@ -58,23 +52,23 @@ def _store_rotated(
     else:
         rotated_a = a * cos_a[None, :] - b * sin_a[None, :]
         rotated_b = b * cos_b[None, :] + a * sin_b[None, :]
-    head = first + _range(HEADS, FAR)
+    head = first + arange(HEADS, FAR)
     at = y_row + head[:, None] * y_head
     rotated_a = rotated_a.to(y_row.dtype.element_ty)
     rotated_b = rotated_b.to(y_row.dtype.element_ty)
     if STEP_OUT == 2:
-        channel = _range(2 * PAIRS, FAR)
+        channel = arange(2 * PAIRS, FAR)
         mask = (head < heads)[:, None] & (channel < 2 * pairs)[None, :]
         both = tl.reshape(tl.join(rotated_a, rotated_b), (HEADS, 2 * PAIRS))
         tl.store(at + (start + channel)[None, :] * y_channel, both, mask=mask)
     else:
-        pair = _range(PAIRS, FAR)
+        pair = arange(PAIRS, FAR)
         mask = (head < heads)[:, None] & (pair < pairs)[None, :]
         tl.store(at + (start + pair)[None, :] * y_channel, rotated_a, mask=mask)
         tl.store(at + (start + pair + FIRST_OUT)[None, :] * y_channel, rotated_b, mask=mask)
     if REST > 0:
         # All but [start, start + 2 * pairs).
-        rest = _range(REST, FAR)
+        rest = arange(REST, FAR)
         channel = tl.where(rest < start, rest, rest + 2 * pairs)
         rest_mask = (head < heads)[:, None] & (channel < head_dim)[None, :]
         passed = tl.load(x_row + head[:, None] * x_head + channel[None, :] * x_channel, mask=rest_mask, other=0.0)
@@ -109,7 +103,7 @@ def rotary_kernel(
             k_row, k_first, k_heads, k_head, k_channel, pairs, start, FIRST_IN, STEP_IN, K_HEADS, PAIRS, FAR
         )
 
-    pair = _range(PAIRS, FAR)
+    pair = arange(PAIRS, FAR)
     in_table = pair < pairs
     at = pair * TABLE_STEP
     cos_row = cos_ptr + batch * cos_batch + token * cos_token

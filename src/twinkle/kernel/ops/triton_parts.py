@@ -1,4 +1,4 @@
-"""Sums over all programs of a launch within that launch, in a fixed order: the same bits on every run."""
+"""Parts of several ops' Triton programs: the numbers of a tile, and sums over all programs of a launch."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
@@ -11,11 +11,20 @@ GROUP = 16
 
 
 @triton.jit
-def sum_of_programs(partial_ptr, arrived_ptr, program, n_programs, columns, in_row, width, GROUP: tl.constexpr):
-    """Adds up what each program has stored in its row of ``partial``, ``width`` numbers in fp32.
+def arange(SIZE: tl.constexpr, FAR: tl.constexpr):
+    """The numbers below SIZE, in 64 bits where they are FAR: where a stride times them passes 32 bits."""
+    numbers = tl.arange(0, SIZE)
+    if FAR:
+        numbers = numbers.to(tl.int64)
+    return numbers
 
-    In a tree of two levels, by whoever arrives last. ``arrived`` holds zeros before and after: one number for the
-    groups, and one for each of them.
+
+@triton.jit
+def sum_of_programs(partial_ptr, arrived_ptr, program, n_programs, columns, in_row, width, GROUP: tl.constexpr):
+    """Adds up what each program has stored in its row of ``partial``, ``width`` numbers in fp32, within the launch.
+
+    In a tree of two levels, by whoever arrives last; in a fixed order, so with the same bits on every run. ``arrived``
+    holds zeros before and after: one number for the groups, and one for each of them.
 
     Returns:
         the sum at ``columns``, and whether it is this program that has it; the others have zeros.
