@@ -29,7 +29,7 @@ from benchmarks.program import arguments, finish, names_option, progress, start
 from benchmarks.step import checked
 from benchmarks.trace import kinds_of_work, profiled
 from twinkle.bench.clocks import synchronize
-from twinkle.bench.results import ORIGINAL, Result, Run, percentiles, significant
+from twinkle.bench.results import ORIGINAL, Result, Run, measured, significant
 from twinkle.commands.console import first_line
 from twinkle.layout import plain, table, width_of_terminal
 
@@ -101,8 +101,8 @@ def measure(who: str, ep: int, asked: dict[str, Any]) -> tuple[Result, torch.dev
             step(number)
             synchronize(device)
             ms.append((time.perf_counter() - begin) * 1e3)
-        times = percentiles(ms)
-        each = asked["batch"] * settings.length / times["p50"] * 1e3
+        fields = measured(ms)
+        each = asked["batch"] * settings.length / fields["ms"]["p50"] * 1e3
         figures |= {"tokens_per_s": round(each * place.world, 1), "tokens_per_s_each": round(each, 1)}
         if module:
             peak = torch.tensor(module.max_memory_allocated() / 1e9, device=device)
@@ -111,7 +111,7 @@ def measure(who: str, ep: int, asked: dict[str, Any]) -> tuple[Result, torch.dev
         backend = experts_backend(model)
         dtype = "float32" if device.type == "cpu" else "bfloat16"
         case, shape = _case(asked, place.world, ep or place.world), f"{asked['batch']}x{asked['length']}"
-        row = Result(case, who, shape, dtype, times, samples=len(ms), figures=figures, note=f"experts: {backend}")
+        row = Result(case, who, shape, dtype, **fields, figures=figures, note=f"experts: {backend}")
         return (row, device) if place.rank == 0 else None
 
 

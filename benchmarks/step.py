@@ -29,7 +29,7 @@ from benchmarks.program import arguments, device_option, finish, names_option, p
 from benchmarks.trace import profiled
 from twinkle.bench.clocks import ceilings, synchronize, use
 from twinkle.bench.ops import WRONG
-from twinkle.bench.results import ORIGINAL, Result, Run, percentiles, significant
+from twinkle.bench.results import ORIGINAL, Result, Run, measured, significant, spread
 from twinkle.bench.step import differs, timed, training_step
 from twinkle.bench.view import factor
 from twinkle.layout import plain, table, width_of_terminal
@@ -252,15 +252,14 @@ def measure(who: str, workload: Workload, device: torch.device, *, seconds: floa
     if module:
         module.reset_peak_memory_stats()
     done, handed_over = _samples(step, device, seconds)
-    times = percentiles(done)
-    figures["tokens_per_s"] = round(workload.batch * workload.length / times["p50"] * 1e3, 1)
+    fields = measured(done, handed_over)
+    figures["tokens_per_s"] = round(workload.batch * workload.length / fields["ms"]["p50"] * 1e3, 1)
     if module:
         figures["peak_memory_gb"] = round(module.max_memory_allocated() / 1e9, 3)
         figures |= profiled(step, device)
     if candidate.compiled:
         figures |= _compiled_figures()
-    host_us = percentiles([ms * 1e3 for ms in handed_over])
-    return row(ms=times, host_us=host_us, samples=len(done), figures=figures, note=note)
+    return row(**fields, figures=figures, note=note)
 
 
 def _compiled_figures() -> dict[str, float]:
@@ -355,10 +354,9 @@ def report(run: Run) -> str:
         assert row.ms and row.host_us
         speed = row.figures["tokens_per_s"]
         of_original = f" ({factor(speed / rows[ORIGINAL].figures['tokens_per_s'])})" if ORIGINAL in rows else ""
-        p20, p50, p80 = (significant(row.ms[p]) for p in ("p20", "p50", "p80"))
         figures = (f"{row.figures[name]:g}" if name in row.figures else "-" for name in COLUMNS)
         host_ms = significant(row.host_us["p50"] / 1e3)
-        lines.append((who, f"{speed:.0f}{of_original}", f"{p50} ({p20} .. {p80})", host_ms, *figures))
+        lines.append((who, f"{speed:.0f}{of_original}", spread(row.ms), host_ms, *figures))
     header = ("who", "tokens/s", "ms (p20 .. p80)", "submitted, ms", *COLUMNS.values())
     shown = plain(table(header, lines, width_of_terminal()))
     return "\n".join([shown, *(f"{row.who}: {row.note}" for row in run.results if row.note)])

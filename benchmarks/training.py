@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.program import arguments, device_option, finish, progress, start
 from twinkle.bench.clocks import synchronize
-from twinkle.bench.results import ORIGINAL, Result, Run, percentiles, significant
+from twinkle.bench.results import ORIGINAL, Result, Run, measured, significant
 from twinkle.commands.demo.outcome import StepJudgement, judge_losses
 from twinkle.commands.demo.text import documents
 from twinkle.commands.demo.training import CLIP, LEARNING_RATE, WARM_UP, Order, batches, new_model
@@ -107,7 +107,7 @@ def measure(device: torch.device, dtype: torch.dtype, steps: int, orders: int = 
     def add(who: str, losses: list[float], ms: list[float], note: str = "") -> None:
         run.curves[who] = [round(loss, 7) for loss in losses]
         figures = {"first_loss": losses[0], "last_loss": sum(losses[-10:]) / len(losses[-10:])}
-        run.results.append(Result(CASE, who, shape, name, percentiles(ms), samples=steps, figures=figures, note=note))
+        run.results.append(Result(CASE, who, shape, name, **measured(ms), figures=figures, note=note))
 
     for number in range(orders):
         order = Order(number)

@@ -164,6 +164,35 @@ def interleaved(
     return samples
 
 
+def timed_both(
+    calls: dict[str, Call],
+    device: torch.device,
+    *,
+    rounds: int,
+    seconds: float,
+    host: bool = True,
+    within: Mapping[str, Callable[[], AbstractContextManager[Any]]] | None = None,
+) -> dict[str, tuple[list[float], list[float] | None]]:
+    """Times every call by the device's clock, then by the host's.
+
+    Args:
+        rounds, within: see :func:`interleaved`.
+        seconds: for both clocks together.
+        host: whether it is timed by the host's clock at all.
+
+    Returns:
+        who -> milliseconds until the work is done, and until it is handed to the device: None where there is no such
+        clock, see :func:`host_clock_for`.
+    """
+    host_clock = host_clock_for(device) if host else None
+    share = seconds if host_clock is None else seconds / 2
+    done = interleaved(calls, clock_for(device), rounds=rounds, seconds=share, within=within)
+    if host_clock is None:
+        return {who: (ms, None) for who, ms in done.items()}
+    handed_over = interleaved(calls, host_clock, rounds=rounds, seconds=share, within=within)
+    return {who: (ms, handed_over[who]) for who, ms in done.items()}
+
+
 def _warm_up(call: Call, most: int = 10, seconds: float = 5e-4) -> None:
     """Calls it once or, until the time is over, more often: Python's own shortcuts take some calls."""
     begin = time.perf_counter()

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from twinkle.bench.cases import Case, Item, Subject, name, sizes, traffic_mb
-from twinkle.bench.clocks import Call, clock_for, host_clock_for, interleaved
-from twinkle.bench.results import EVERYBODY, ORIGINAL, Result, Run, percentiles
+from twinkle.bench.clocks import Call, timed_both
+from twinkle.bench.results import EVERYBODY, ORIGINAL, Result, Run, measured
 from twinkle.kernel import DEFAULT_KERNEL_CONFIG, KernelChoice, registry
 from twinkle.kernel.install import Kernel, kernel_for
 from twinkle.kernel.ops.worthwhile import every_size
@@ -203,20 +203,14 @@ def measure(item: Item, device: torch.device, *, seconds: float, rounds: int, co
         else:
             calls["f"][candidate.who], calls["fb"][candidate.who] = steps
     floors = {candidate.who for candidate in everyone if candidate.floor}
-    clock, host_clock = clock_for(device), host_clock_for(device) if item.small else None
     for direction, of_direction in calls.items():
         chosen = chosen_of(case, site, everyone, direction)
-        share = seconds / (4 if host_clock else 2)
-        timed = interleaved(of_direction, clock, rounds=rounds, seconds=share)
-        host = timed if item.small else {}
-        if host_clock:
-            host = interleaved(of_direction, host_clock, rounds=rounds, seconds=share)
+        timed = timed_both(of_direction, device, rounds=rounds, seconds=seconds / 2, host=item.small)
         figures = {"traffic_mb": round(traffic_mb(case.op, item.shape, item.dtype, direction), 3)}
-        for who, samples in timed.items():
-            fields: dict[str, Any] = {"ms": percentiles(samples), "samples": len(samples), "chosen": who == chosen}
-            if who in host:
-                fields["host_us"] = percentiles([ms * 1e3 for ms in host[who]])
-            rows.append(row(direction, who, figures={"floor": 1.0} if who in floors else figures, **fields))
+        for who, (ms, host_ms) in timed.items():
+            fields = measured(ms, ms if item.small and host_ms is None else host_ms)
+            own = {"floor": 1.0} if who in floors else figures
+            rows.append(row(direction, who, **fields, chosen=who == chosen, figures=own))
     return rows
 
 
