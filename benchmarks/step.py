@@ -10,11 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,7 +20,7 @@ from typing import Any
 
 import torch
 
-import twinkle
+from benchmarks.alone import alone
 from benchmarks.program import arguments, device_option, finish, names_option, progress, start
 from benchmarks.trace import profiled
 from twinkle.bench.clocks import ceilings, synchronize, use
@@ -294,38 +290,17 @@ def run_alone(
     """
     failed = Result(f"step/{workload.name}", who, workload.shape, str(DTYPE).removeprefix("torch."))
     asked = {"who": who, "workload": dataclasses.asdict(workload), "device": str(device), **settings}
-    here = [str(Path(__file__).parents[1]), str(Path(twinkle.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, open(f"{folder}/errors", "w+") as errors:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         answer = Path(folder, "row.json")
-        command = [sys.executable, "-m", "benchmarks.step", "--alone", json.dumps(asked), "--json", str(answer)]
-        process = subprocess.Popen(
-            [*command, *(["--threads", str(threads)] if threads else [])],
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(filter(None, here)),
-                "TRITON_CACHE_DIR": f"{folder}/triton",
-                "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
-            },
-            stdout=errors,
-            stderr=errors,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(timeout=max(timeout, 0.001))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # the compiler's workers too
-            process.wait()
-            return dataclasses.replace(failed, note=f"out of time: not done after {timeout:.0f} s")
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-        if code:
-            errors.seek(0)
-            said = errors.read()
-            print(said, file=sys.stderr)
-            last = [line.strip() for line in said.splitlines() if line.strip()][-1:] or ["it said nothing"]
-            return dataclasses.replace(failed, note=f"its process ended with exit code {code}: {last[0][:200]}")
-        return Result(**json.loads(answer.read_text()))
+        command = ["-m", "benchmarks.step", "--alone", json.dumps(asked), "--json", str(answer)]
+        caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
+        note = alone([*command, *(["--threads", str(threads)] if threads else [])], caches, timeout, _why)
+        return Result(**json.loads(answer.read_text())) if note is None else dataclasses.replace(failed, note=note)
+
+
+def _why(code: int, said: str) -> str:
+    last = [line.strip() for line in said.splitlines() if line.strip()][-1:] or ["it said nothing"]
+    return f"its process ended with exit code {code}: {last[0][:200]}"
 
 
 def checked(row: Result, original: Result | None) -> Result:
