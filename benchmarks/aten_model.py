@@ -21,6 +21,7 @@ from twinkle.bench.clocks import ceilings
 from twinkle.bench.results import Result, Run, measured
 from twinkle.bench.step import timed, training_step
 from twinkle.layout import plain, table, width_of_terminal
+from twinkle.naming import dtype_name
 
 NATIVE = "native"
 TOKENS = 128
@@ -51,7 +52,7 @@ def main(argv: list[str] | None = None) -> Run:
     for number, ((name, shape), (call, rounds)) in enumerate(calls.items()):
         progress(number, len(calls), name)
         for who, fields in _timed(call, rounds, platform.name, worth, device).items():
-            run.results.append(Result(f"aten_model/{name}", who, shape, str(DTYPE).removeprefix("torch."), **fields))
+            run.results.append(Result(f"aten_model/{name}", who, shape, dtype_name(DTYPE), **fields))
     return finish(run, options, report(run))
 
 

@@ -21,6 +21,7 @@ from twinkle.bench.results import ORIGINAL, Result, Run, medians, spread
 from twinkle.kernel.ops.sdpa_attention import flex
 from twinkle.kernel.ops.sdpa_attention import torch as backend
 from twinkle.layout import plain, table, width_of_terminal
+from twinkle.naming import dtype_name
 
 EAGER, FUSED, FLEX = "eager", "torch", "flex"
 
@@ -145,7 +146,7 @@ def measure(device: torch.device, dtype: torch.dtype, sizes: Sequence[Sizes], ro
             note = wrong(timed["f"](), expected["f"]) or wrong(timed["fb"](), expected["fb"])
         for name, step in timed.items():
             fields = timed_rounds(step, device, rounds) if note is None else {"note": note}
-            shape, number_type = f"{size}, {kind}", str(dtype).removeprefix("torch.")
+            shape, number_type = f"{size}, {kind}", dtype_name(dtype)
             run.results.append(Result(f"attention/{kind}/{name}", who, shape, number_type, **fields))
     return run
 

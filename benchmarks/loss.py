@@ -17,6 +17,7 @@ from benchmarks.program import progress, sized, timed_rounds
 from twinkle.bench.results import ORIGINAL, Result, Run, spread
 from twinkle.layout import plain, table, width_of_terminal
 from twinkle.loss import linear_cross_entropy
+from twinkle.naming import dtype_name
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -129,7 +130,7 @@ def measure(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int
             fields = {"note": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
         inputs.x.grad = inputs.weight.grad = None
         shape = "x".join(map(str, sizes))
-        run.results.append(Result("loss/linear_cross_entropy/fb", who, shape, str(dtype).split(".")[1], **fields))
+        run.results.append(Result("loss/linear_cross_entropy/fb", who, shape, dtype_name(dtype), **fields))
     return run
 
 

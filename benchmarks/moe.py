@@ -16,6 +16,7 @@ from twinkle.kernel.ops.worthwhile import every_size
 from twinkle.kernel.report import report as report_on
 from twinkle.kernel.undo import unkernelize
 from twinkle.layout import plain, table, width_of_terminal
+from twinkle.naming import dtype_name
 
 _MODULE = "transformers.models.qwen3_moe.modeling_qwen3_moe"
 EXPERTS, ROUTER = f"{_MODULE}.Qwen3MoeExperts.forward", f"{_MODULE}.Qwen3MoeTopKRouter.forward"
@@ -117,7 +118,7 @@ def measure(device: torch.device, usual: torch.dtype, sizes: Sequence[Sizes], ro
         for name, step in passes(made, x).items():
             fields = timed_rounds(step, device, rounds) if note is None else {"note": note}
             shape = str(size)
-            run.results.append(Result(f"moe/qwen3_moe/{name}", who, shape, str(dtype).removeprefix("torch."), **fields))
+            run.results.append(Result(f"moe/qwen3_moe/{name}", who, shape, dtype_name(dtype), **fields))
         unkernelize(made)
     return run
 

@@ -29,6 +29,7 @@ from twinkle.bench.results import ORIGINAL, Result, Run, measured, significant, 
 from twinkle.bench.step import differs, timed, training_step
 from twinkle.bench.view import factor
 from twinkle.layout import plain, table, width_of_terminal
+from twinkle.naming import dtype_name
 from twinkle.reasons import Reason
 
 # --- what is run ------------------------------------------------------------------------------------------------------
@@ -217,7 +218,7 @@ def measure(who: str, workload: Workload, device: torch.device, *, seconds: floa
     candidate = CANDIDATES[who]
 
     def row(**fields: Any) -> Result:
-        return Result(f"step/{workload.name}", who, workload.shape, str(DTYPE).removeprefix("torch."), **fields)
+        return Result(f"step/{workload.name}", who, workload.shape, dtype_name(DTYPE), **fields)
 
     use(device)
     missing = candidate.missing()
@@ -288,7 +289,7 @@ def run_alone(
         threads: CPU threads of PyTorch.
         settings: see :func:`measure`.
     """
-    failed = Result(f"step/{workload.name}", who, workload.shape, str(DTYPE).removeprefix("torch."))
+    failed = Result(f"step/{workload.name}", who, workload.shape, dtype_name(DTYPE))
     asked = {"who": who, "workload": dataclasses.asdict(workload), "device": str(device), **settings}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         answer = Path(folder, "row.json")

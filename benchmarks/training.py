@@ -25,6 +25,7 @@ from twinkle.kernel.config import DEFAULT_KERNEL_CONFIG, OPT_IN_KERNEL_CONFIG
 from twinkle.kernel.report import report as report_on
 from twinkle.kernel.undo import kernelized
 from twinkle.layout import plain, table, width_of_terminal
+from twinkle.naming import dtype_name
 
 OURS = "twinkle+fused_ce"
 MAPPING = {**DEFAULT_KERNEL_CONFIG, "fused_ce": OPT_IN_KERNEL_CONFIG["fused_ce"]}
@@ -86,7 +87,7 @@ def measure(device: torch.device, dtype: torch.dtype, steps: int, orders: int = 
         "training", device, {"steps": steps, "orders": orders, "text_bytes": len(text), "learning_rate": LEARNING_RATE}
     )
     total, done = (orders + 1) * steps, 0
-    shape, name = "8x64", str(dtype).removeprefix("torch.")
+    shape, name = "8x64", dtype_name(dtype)
 
     def moved(who: str) -> None:
         nonlocal done

@@ -29,6 +29,7 @@ from twinkle.aten.serving import Serving
 from twinkle.aten.spec import OperatorSpec, Semantics
 from twinkle.bench.clocks import Call, timed_both
 from twinkle.bench.results import EVERYBODY, Result, measured
+from twinkle.naming import dtype_name
 from twinkle.platforms import Platform
 from twinkle.reasons import Reason
 
@@ -77,7 +78,7 @@ def measure(
         try:
             yield from _Timed(spec, platform, case, small).rows(rounds, seconds, peer, floor)
         except torch.OutOfMemoryError:
-            dtype = str(case.dtype).removeprefix("torch.")
+            dtype = dtype_name(case.dtype)
             yield Result(f"aten/{case.name}", EVERYBODY, "-", dtype, note="the device's memory is too small for it")
 
 
@@ -221,7 +222,7 @@ class _Timed:
 
     def _row(self, who: str, **fields: Any) -> Result:
         shape = "x".join(map(str, next(v.shape if isinstance(v, torch.Tensor) else v for v in self.values)))
-        return Result(f"aten/{self.case.name}", who, shape or "scalar", str(self.case.dtype).split(".")[1], **fields)
+        return Result(f"aten/{self.case.name}", who, shape or "scalar", dtype_name(self.case.dtype), **fields)
 
 
 @contextlib.contextmanager

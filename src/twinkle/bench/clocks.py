@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
+from twinkle.naming import dtype_name
+
 Call = Callable[[], Any]
 
 
@@ -223,5 +225,5 @@ def _ceilings(device: torch.device, size: int, side: int, dtype: torch.dtype) ->
     best = {who: min(ms) for who, ms in interleaved(calls, clock_for(device), rounds=10, seconds=2).items()}
     return {
         "copy_gb_per_s": round(2 * size * 4 / best["copy"] / 1e6, 1),
-        f"matmul_{str(dtype).removeprefix('torch.')}_tflop_per_s": round(2 * side**3 / best["matmul"] / 1e9, 3),
+        f"matmul_{dtype_name(dtype)}_tflop_per_s": round(2 * side**3 / best["matmul"] / 1e9, 3),
     }

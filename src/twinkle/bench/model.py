@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 
-from twinkle.bench.cases import name
 from twinkle.bench.clocks import Clock, interleaved, synchronize
 from twinkle.bench.ops import COMPILED
 from twinkle.bench.results import ORIGINAL, Result, measured, percentiles
@@ -38,6 +37,7 @@ from twinkle.kernel.report import report
 from twinkle.kernel.report_text import short
 from twinkle.kernel.rows import Row
 from twinkle.kernel.undo import unkernelize
+from twinkle.naming import dtype_name
 from twinkle.reasons import Reason
 
 DEFAULT = "default"
@@ -310,7 +310,7 @@ def results(
         figures, done = dict(variant.figures), variant.done_ms[:rounds]
         if variant.out or rounds < 2:
             note = variant.note if variant.out else INTERRUPTED
-            rows.append(Result(variant.case, variant.who, shape, name(dtype), figures=figures, note=note))
+            rows.append(Result(variant.case, variant.who, shape, dtype_name(dtype), figures=figures, note=note))
             continue
         fields = measured(done, None if device.type == "cpu" else variant.submitted_ms[:rounds])
         figures |= {"tokens_per_s": round(tokens / fields["ms"]["p50"] * 1e3, 1)} if tokens else {}
@@ -321,5 +321,5 @@ def results(
         if variant.case in usual and usual[variant.case] is not variant:
             figures |= difference(usual[variant.case].done_ms[:rounds], done, "gain")
         fields |= {"chosen": variant.chosen, "figures": figures, "note": variant.note}
-        rows.append(Result(variant.case, variant.who, shape, name(dtype), **fields))
+        rows.append(Result(variant.case, variant.who, shape, dtype_name(dtype), **fields))
     return rows

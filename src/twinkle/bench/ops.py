@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from twinkle.bench.cases import Case, Item, Subject, name, sizes, traffic_mb
+from twinkle.bench.cases import Case, Item, Subject, sizes, traffic_mb
 from twinkle.bench.clocks import Call, timed_both
 from twinkle.bench.results import EVERYBODY, ORIGINAL, Result, Run, measured
 from twinkle.kernel import DEFAULT_KERNEL_CONFIG, KernelChoice, registry
@@ -25,6 +25,7 @@ from twinkle.kernel.ops.worthwhile import every_size
 from twinkle.kernel.probe import variant_of
 from twinkle.kernel.registry import availability, get_impl, load_impl, refusal
 from twinkle.kernel.targets import Site, Target, resolve_target
+from twinkle.naming import dtype_name
 from twinkle.reasons import Reason
 
 TEST_BACKENDS = ("loopback", "refuse")
@@ -179,7 +180,7 @@ def measure(item: Item, device: torch.device, *, seconds: float, rounds: int, co
     case = item.case
 
     def row(direction: str, who: str, **fields: Any) -> Result:
-        return Result(f"{case.op}/{case.variant}/{direction}", who, sizes(item.shape), name(item.dtype), **fields)
+        return Result(f"{case.op}/{case.variant}/{direction}", who, sizes(item.shape), dtype_name(item.dtype), **fields)
 
     target = resolve_target(path_of(case))
     if not isinstance(target, Target):
@@ -248,7 +249,7 @@ def measure_all(
     for number, item in enumerate(items):
         left = budget - (time.perf_counter() - begin)
         label = f"{item.case.op}/{item.case.variant}"
-        progress(number, len(items), f"{label} {sizes(item.shape)} {name(item.dtype)}")
+        progress(number, len(items), f"{label} {sizes(item.shape)} {dtype_name(item.dtype)}")
         if left <= 0:
             run.results.append(_skipped(item, OUT_OF_TIME))
             continue
@@ -275,4 +276,4 @@ def _measured(item: Item, device: torch.device, **settings: Any) -> list[Result]
 
 def _skipped(item: Item, why: str, who: str = EVERYBODY) -> Result:
     case = f"{item.case.op}/{item.case.variant}/f"
-    return Result(case, who, sizes(item.shape), name(item.dtype), note=why)
+    return Result(case, who, sizes(item.shape), dtype_name(item.dtype), note=why)

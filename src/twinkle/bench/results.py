@@ -14,9 +14,10 @@ import platform
 import secrets
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from twinkle.naming import version_of
 
 if TYPE_CHECKING:
     import torch
@@ -194,13 +195,7 @@ def measured(ms: list[float], host_ms: list[float] | None = None) -> dict[str, A
 
 def versions() -> dict[str, str | None]:
     """Name -> version of the packages whose kernels are measured; None for one that is not installed."""
-    found: dict[str, str | None] = {}
-    for name, distribution in PACKAGES.items():
-        try:
-            found[name] = metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    return {name: version_of(distribution) for name, distribution in PACKAGES.items()}
 
 
 def packages() -> str:

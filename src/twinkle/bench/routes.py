@@ -23,6 +23,7 @@ from twinkle.aten.spec import OperatorSpec
 from twinkle.bench.aten import NATIVE
 from twinkle.bench.clocks import Call, timed_both
 from twinkle.bench.results import Result, measured
+from twinkle.naming import dtype_name
 from twinkle.platforms import Platform
 
 SIZES = tuple(2**power for power in range(20, 31))
@@ -79,7 +80,7 @@ def _rows(
     seconds: float,
 ) -> Iterator[Result]:
     ours = INSTALLED if routed else best_level(spec, platform)
-    dtype = str(values[0].dtype).removeprefix("torch.")
+    dtype = dtype_name(values[0].dtype)
     case = f"{'sweep' if routed else 'routes'}/{spec.name}/{kind}"
     call: Call = Arguments(spec.overload).call(functools.partial(functools.partial, spec.overload), list(values))
 

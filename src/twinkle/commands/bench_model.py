@@ -25,6 +25,7 @@ from twinkle.commands.console import (
 from twinkle.commands.models import ModelSource, check_memory, find_model
 from twinkle.commands.options import check_files, parse_chain, parse_device, parse_dtype, parse_names
 from twinkle.document import GAP, Part, Text
+from twinkle.naming import dtype_name
 from twinkle.reasons import did_you_mean
 
 if TYPE_CHECKING:
@@ -219,7 +220,7 @@ def _settings(asked: Asked, model: Any, shape: str) -> dict[str, Any]:
         "model": _without_folders(asked.model),
         "class": type(model).__name__,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "dtype": str(asked.dtype).removeprefix("torch."),
+        "dtype": dtype_name(asked.dtype),
         "shape": shape,
         "layers": asked.layers,
         "also": list(asked.also),

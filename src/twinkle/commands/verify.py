@@ -16,6 +16,7 @@ from twinkle.commands.models import check_memory, find_model
 from twinkle.commands.options import check_files, mapping_for, parse_chain, parse_device, parse_dtype
 from twinkle.document import GAP, Bar, BarChart, Part, Table, Text
 from twinkle.kernel.report_text import reasons, short, unimplemented_line
+from twinkle.naming import dtype_name
 
 if TYPE_CHECKING:
     import torch
@@ -109,7 +110,7 @@ def run(
         outcomes = compare(original, mapping_for(chain), bar)
         bar.remove_task(task)
     code = exit_code(outcomes)
-    name = str(chosen).removeprefix("torch.")
+    name = dtype_name(chosen)
     if as_json:
         facts = {"model": model, "device": where, "dtype": name, "ok": code == 0}
         print_json(facts | {"entries": [asdict(outcome) for outcome in outcomes]})

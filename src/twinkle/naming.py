@@ -1,0 +1,26 @@
+"""What dtypes and installed packages' versions are called, in texts and in result files."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.float32`` -> ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def version_of(distribution: str) -> str | None:
+    """The version of what is installed, None where it isn't.
+
+    It is read from the metadata: nothing is imported, so a broken package is no obstacle.
+    """
+    from importlib import metadata
+
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
