@@ -195,12 +195,12 @@ def timed_both(
     return {who: (ms, handed_over[who]) for who, ms in done.items()}
 
 
-def _warm_up(call: Call, most: int = 10, seconds: float = 5e-4) -> None:
+def _warm_up(call: Call) -> None:
     """Calls it once or, until the time is over, more often: Python's own shortcuts take some calls."""
     begin = time.perf_counter()
-    for _ in range(most):
+    for _ in range(10):
         call()
-        if time.perf_counter() - begin > seconds:
+        if time.perf_counter() - begin > 5e-4:
             return
 
 
