@@ -1,4 +1,4 @@
-"""What dtypes and installed packages' versions are called, in texts and in result files."""
+"""What dtypes, packages and their versions are called."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ if TYPE_CHECKING:
 def dtype_name(dtype: torch.dtype) -> str:
     """``torch.float32`` -> ``float32``."""
     return str(dtype).removeprefix("torch.")
+
+
+def top_package(module: object) -> str:
+    """``transformers.models.qwen3`` -> ``transformers``; of anything that a class may have as its ``__module__``."""
+    return str(module).partition(".")[0]
 
 
 def version_of(distribution: str) -> str | None:
