@@ -18,9 +18,10 @@ from benchmarks.program import arguments, device_option, finish, platform_here, 
 from benchmarks.step import DTYPE, QWEN3_SMALL, Workload, new_model, toy
 from twinkle.aten import install
 from twinkle.bench.clocks import ceilings
-from twinkle.bench.results import Result, Run, percentiles
+from twinkle.bench.results import Result, Run, measured
 from twinkle.bench.step import timed, training_step
 from twinkle.layout import plain, table, width_of_terminal
+from twinkle.naming import dtype_name
 
 NATIVE = "native"
 TOKENS = 128
@@ -51,7 +52,7 @@ def main(argv: list[str] | None = None) -> Run:
     for number, ((name, shape), (call, rounds)) in enumerate(calls.items()):
         progress(number, len(calls), name)
         for who, fields in _timed(call, rounds, platform.name, worth, device).items():
-            run.results.append(Result(f"aten_model/{name}", who, shape, str(DTYPE).removeprefix("torch."), **fields))
+            run.results.append(Result(f"aten_model/{name}", who, shape, dtype_name(DTYPE), **fields))
     return finish(run, options, report(run))
 
 
@@ -90,12 +91,8 @@ def _timed(
                 continue
             ms[who].append(done)
             host[who].append(submitted)
-    found = {}
-    for who in within:
-        found[who] = {"ms": percentiles(ms[who]), "samples": rounds, "note": served[who]}
-        if device.type != "cpu":
-            found[who]["host_us"] = percentiles([one * 1e3 for one in host[who]])
-    return found
+    on_host = {} if device.type == "cpu" else host
+    return {who: {**measured(ms[who], on_host.get(who)), "note": served[who]} for who in within}
 
 
 def _served(name: str, registration: Any) -> str:

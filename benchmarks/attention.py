@@ -17,10 +17,11 @@ import torch
 from benchmarks.program import progress, sized, timed_rounds
 from benchmarks.verdict import SLOWER
 from twinkle.bench.ops import wrong
-from twinkle.bench.results import ORIGINAL, Result, Run, medians, percentiles, significant
+from twinkle.bench.results import ORIGINAL, Result, Run, medians, spread
 from twinkle.kernel.ops.sdpa_attention import flex
 from twinkle.kernel.ops.sdpa_attention import torch as backend
 from twinkle.layout import plain, table, width_of_terminal
+from twinkle.naming import dtype_name
 
 EAGER, FUSED, FLEX = "eager", "torch", "flex"
 
@@ -144,14 +145,8 @@ def measure(device: torch.device, dtype: torch.dtype, sizes: Sequence[Sizes], ro
         elif note is None:
             note = wrong(timed["f"](), expected["f"]) or wrong(timed["fb"](), expected["fb"])
         for name, step in timed.items():
-            fields: dict[str, Any] = {"note": note}
-            if note is None:
-                for _ in range(3):
-                    step()
-                ms, peak = timed_rounds(step, device, rounds)
-                fields = {"ms": percentiles(ms), "samples": rounds}
-                fields["figures"] = {} if peak is None else {"peak_memory_gb": peak}
-            shape, number_type = f"{size}, {kind}", str(dtype).removeprefix("torch.")
+            fields = timed_rounds(step, device, rounds) if note is None else {"note": note}
+            shape, number_type = f"{size}, {kind}", dtype_name(dtype)
             run.results.append(Result(f"attention/{kind}/{name}", who, shape, number_type, **fields))
     return run
 
@@ -186,10 +181,9 @@ def report(run: Run) -> str:
     lines: list[tuple[str, ...]] = []
     for row in run.results:
         if row.ms:
-            p20, p50, p80 = (significant(row.ms[p]) for p in ("p20", "p50", "p80"))
             peak = row.figures.get("peak_memory_gb")
             gigabytes = "-" if peak is None else f"{peak:g}"
-            lines.append((row.shape, row.case.rpartition("/")[2], row.who, f"{p50} ({p20} .. {p80})", gigabytes))
+            lines.append((row.shape, row.case.rpartition("/")[2], row.who, spread(row.ms), gigabytes))
     header = ("sizes", "pass", "who", "ms (p20 .. p80)", "peak GB")
     notes = dict.fromkeys(f"{row.who}, {row.shape}: {row.note}" for row in run.results if row.note)
     least = faster_from(run.results)

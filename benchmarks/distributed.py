@@ -14,8 +14,6 @@ import dataclasses
 import functools
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,16 +22,15 @@ from typing import Any
 
 import torch
 
-import twinkle
+from benchmarks.alone import ROOT, alone
 from benchmarks.program import arguments, finish, names_option, progress, start
 from benchmarks.step import checked
 from benchmarks.trace import kinds_of_work, profiled
 from twinkle.bench.clocks import synchronize
-from twinkle.bench.results import ORIGINAL, Result, Run, percentiles, significant
+from twinkle.bench.results import ORIGINAL, Result, Run, measured, significant
 from twinkle.commands.console import first_line
 from twinkle.layout import plain, table, width_of_terminal
 
-ROOT = Path(__file__).parents[1]
 COOKBOOK = ROOT / "cookbook" / "transformers"
 
 OURS, FUSED = "twinkle", "twinkle+fused_ce"
@@ -101,8 +98,8 @@ def measure(who: str, ep: int, asked: dict[str, Any]) -> tuple[Result, torch.dev
             step(number)
             synchronize(device)
             ms.append((time.perf_counter() - begin) * 1e3)
-        times = percentiles(ms)
-        each = asked["batch"] * settings.length / times["p50"] * 1e3
+        fields = measured(ms)
+        each = asked["batch"] * settings.length / fields["ms"]["p50"] * 1e3
         figures |= {"tokens_per_s": round(each * place.world, 1), "tokens_per_s_each": round(each, 1)}
         if module:
             peak = torch.tensor(module.max_memory_allocated() / 1e9, device=device)
@@ -111,7 +108,7 @@ def measure(who: str, ep: int, asked: dict[str, Any]) -> tuple[Result, torch.dev
         backend = experts_backend(model)
         dtype = "float32" if device.type == "cpu" else "bfloat16"
         case, shape = _case(asked, place.world, ep or place.world), f"{asked['batch']}x{asked['length']}"
-        row = Result(case, who, shape, dtype, times, samples=len(ms), figures=figures, note=f"experts: {backend}")
+        row = Result(case, who, shape, dtype, **fields, figures=figures, note=f"experts: {backend}")
         return (row, device) if place.rank == 0 else None
 
 
@@ -146,40 +143,27 @@ def run_layout(who: str, world: int, ep: int, options: argparse.Namespace, timeo
     """A candidate's row, measured in processes of their own; with a note instead of figures when that fails."""
     asked = settings_of(options)
     failed = Result(_case(asked, world, ep), who, f"{asked['batch']}x{asked['length']}", "-")
-    here = [str(ROOT), str(Path(twinkle.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, open(f"{folder}/said", "w+") as said:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         answer = Path(folder, "row.json")
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
         own = ["-m", "benchmarks.distributed", "--who", who, "--ep", str(ep), "--json", str(answer)]
         same = [
             f"--{name}={value}"
             for name, value in vars(options).items()
             if name in ("model", "layers", "batch", "length", "steps", "experts", "threads") and value is not None
         ]
-        process = subprocess.Popen(
-            [*launcher, *own, *same, *(["--quick"] if options.quick else [])],
-            env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, here))},
-            stdout=said,
-            stderr=said,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(timeout=max(timeout, 0.001))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            return dataclasses.replace(failed, note=f"out of time: not done after {timeout:.0f} s")
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-        if code:
-            said.seek(0)
-            print(text := said.read(), file=sys.stderr)
-            errors = [line.removeprefix(FAILED) for line in text.splitlines() if line.startswith(FAILED)]
-            why = errors[0] if errors else "they didn't say why"
-            return dataclasses.replace(failed, note=f"its processes ended with exit code {code}: {why}")
+        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        note = alone([*launcher, *own, *same, *(["--quick"] if options.quick else [])], threads, timeout, _why)
+        if note is not None:
+            return dataclasses.replace(failed, note=note)
         (row,) = json.loads(answer.read_text())["results"]
         return Result(**row)
+
+
+def _why(code: int, said: str) -> str:
+    errors = [line.removeprefix(FAILED) for line in said.splitlines() if line.startswith(FAILED)]
+    why = errors[0] if errors else "they didn't say why"
+    return f"its processes ended with exit code {code}: {why}"
 
 
 def layouts(world: int, asked: list[int]) -> list[int]:

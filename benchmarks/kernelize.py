@@ -21,7 +21,7 @@ from torch import nn
 
 from benchmarks.program import arguments, finish, start
 from twinkle.bench.clocks import CpuClock, interleaved
-from twinkle.bench.results import Result, Run, percentiles, significant
+from twinkle.bench.results import Result, Run, measured, percentile_texts, significant
 from twinkle.kernel import DEFAULT_KERNEL_CONFIG, kernelize
 from twinkle.kernel.apply import apply_plan
 from twinkle.kernel.plan import make_plan
@@ -134,7 +134,7 @@ def main(argv: list[str] | None = None) -> Run:
     run = Run("kernelize", device, {"quick": options.quick, "layers": layers})
 
     def add(case: str, who: str, samples: list[float], shape: str = "-") -> None:
-        run.results.append(Result(case, who, shape, "-", percentiles(samples), samples=len(samples)))
+        run.results.append(Result(case, who, shape, "-", **measured(samples)))
 
     add("import", "twinkle.kernel", import_times(rounds))
     model, shape = meta_model(layers), f"{layers} layers"
@@ -159,7 +159,7 @@ def report(run: Run) -> str:
     for r in run.results:
         assert r.ms is not None
         unit, factor = ("us", 1e3) if r.case == "call" else ("ms", 1)
-        p20, p50, p80 = (significant(r.ms[p] * factor) for p in ("p20", "p50", "p80"))
+        p20, p50, p80 = percentile_texts(r.ms, factor)
         added = f" (+{significant((r.ms['p50'] - bare) * 1e3)})" if r.case == "call" and r.who != "bare" else ""
         lines.append((r.case, r.who, r.shape, f"{p50} {unit}{added}", f"{p20} .. {p80}"))
     return plain(table(("case", "who", "shape", "p50", "p20 .. p80"), lines, width_of_terminal()))

@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.program import progress, sized, timed_rounds
-from twinkle.bench.results import ORIGINAL, Result, Run, percentiles, significant
+from twinkle.bench.results import ORIGINAL, Result, Run, spread
 from twinkle.layout import plain, table, width_of_terminal
 from twinkle.loss import linear_cross_entropy
+from twinkle.naming import dtype_name
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -123,14 +124,13 @@ def measure(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int
             found = torch.cat([found[: rows // 2], found[-(rows // 2) :]]).double()
             figures["dw_error"] = float((found - exact).norm() / exact.norm())
             inputs.x.grad = inputs.weight.grad = None
-            ms, peak = timed_rounds(functools.partial(inputs.step, loss), device, rounds)
-            figures |= {} if peak is None else {"peak_memory_gb": peak}
-            fields = {"ms": percentiles(ms), "samples": rounds, "figures": figures}
+            fields = timed_rounds(functools.partial(inputs.step, loss), device, rounds)
+            fields["figures"] = figures | fields["figures"]
         except Exception as error:  # e.g. Liger without a GPU, or too little memory: the others' figures stay
             fields = {"note": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
         inputs.x.grad = inputs.weight.grad = None
         shape = "x".join(map(str, sizes))
-        run.results.append(Result("loss/linear_cross_entropy/fb", who, shape, str(dtype).split(".")[1], **fields))
+        run.results.append(Result("loss/linear_cross_entropy/fb", who, shape, dtype_name(dtype), **fields))
     return run
 
 
@@ -140,8 +140,7 @@ def report(run: Run) -> str:
     for row in run.results:
         if row.ms:
             peak, error = (row.figures.get(name) for name in ("peak_memory_gb", "dw_error"))
-            p20, p50, p80 = (significant(row.ms[p]) for p in ("p20", "p50", "p80"))
-            lines.append((row.who, f"{p50} ({p20} .. {p80})", "-" if peak is None else f"{peak:g}", f"{error:.2g}"))
+            lines.append((row.who, spread(row.ms), "-" if peak is None else f"{peak:g}", f"{error:.2g}"))
     shown = plain(table(("who", "ms (p20 .. p80)", "peak GB", "error of dW"), lines, width_of_terminal()))
     return "\n".join([shown, *(f"{row.who}: {row.note}" for row in run.results if row.note)])
 

@@ -10,12 +10,13 @@ import torch
 
 from benchmarks.program import progress, sized, timed_rounds
 from twinkle.bench.ops import wrong
-from twinkle.bench.results import ORIGINAL, Result, Run, percentiles, significant
+from twinkle.bench.results import ORIGINAL, Result, Run, spread
 from twinkle.kernel import KernelChoice, kernelize
 from twinkle.kernel.ops.worthwhile import every_size
 from twinkle.kernel.report import report as report_on
 from twinkle.kernel.undo import unkernelize
 from twinkle.layout import plain, table, width_of_terminal
+from twinkle.naming import dtype_name
 
 _MODULE = "transformers.models.qwen3_moe.modeling_qwen3_moe"
 EXPERTS, ROUTER = f"{_MODULE}.Qwen3MoeExperts.forward", f"{_MODULE}.Qwen3MoeTopKRouter.forward"
@@ -115,15 +116,9 @@ def measure(device: torch.device, usual: torch.dtype, sizes: Sequence[Sizes], ro
             kernelize(made, CANDIDATES[who])
         note = None if who == ORIGINAL else _why_not(made) or wrong(passes(made, x)["f"](), expected)
         for name, step in passes(made, x).items():
-            fields: dict[str, Any] = {"note": note}
-            if note is None:
-                for _ in range(3):
-                    step()
-                ms, peak = timed_rounds(step, device, rounds)
-                figures = {} if peak is None else {"peak_memory_gb": peak}
-                fields = {"ms": percentiles(ms), "samples": rounds, "figures": figures}
+            fields = timed_rounds(step, device, rounds) if note is None else {"note": note}
             shape = str(size)
-            run.results.append(Result(f"moe/qwen3_moe/{name}", who, shape, str(dtype).removeprefix("torch."), **fields))
+            run.results.append(Result(f"moe/qwen3_moe/{name}", who, shape, dtype_name(dtype), **fields))
         unkernelize(made)
     return run
 
@@ -138,12 +133,9 @@ def report(run: Run) -> str:
     lines: list[tuple[str, ...]] = []
     for row in run.results:
         if row.ms:
-            p20, p50, p80 = (significant(row.ms[p]) for p in ("p20", "p50", "p80"))
             peak = row.figures.get("peak_memory_gb")
             gigabytes = "-" if peak is None else f"{peak:g}"
-            lines.append(
-                (row.shape, row.dtype, row.case.rpartition("/")[2], row.who, f"{p50} ({p20} .. {p80})", gigabytes)
-            )
+            lines.append((row.shape, row.dtype, row.case.rpartition("/")[2], row.who, spread(row.ms), gigabytes))
     header = ("sizes", "dtype", "pass", "who", "ms (p20 .. p80)", "peak GB")
     notes = dict.fromkeys(f"{row.who}: {row.note}" for row in run.results if row.note)
     return "\n".join([plain(table(header, lines, width_of_terminal())), *notes])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from twinkle.bench.clocks import clock_for, synchronize, use
-from twinkle.bench.results import Run
+from twinkle.bench.results import Run, measured
 from twinkle.commands.console import CommandError, kept
 from twinkle.commands.options import check_writable
 from twinkle.platforms import Platform, platform_of
@@ -105,23 +105,25 @@ def progress(done: int, total: int, label: str) -> None:
         print(f"[{done + 1}/{total}] {label}", file=sys.stderr, flush=True)
 
 
-def timed_rounds(step: Callable[[], Any], device: torch.device, rounds: int) -> tuple[list[float], float | None]:
-    """Milliseconds of each of some steps, and the most memory in GB that one needed; None on a CPU. Warm up first."""
-    peak = None
+def timed_rounds(step: Callable[[], Any], device: torch.device, rounds: int) -> dict[str, Any]:
+    """A row's fields: times of so many steps, after some that warm up, and, except on a CPU, the memory one needs."""
+    for _ in range(3):
+        step()
+    figures = {}
     if device.type != "cpu":
         synchronize(device)
         module = torch.get_device_module(device)
         module.reset_peak_memory_stats()
         step()
         synchronize(device)
-        peak = round(module.max_memory_allocated() / 1e9, 3)
+        figures["peak_memory_gb"] = round(module.max_memory_allocated() / 1e9, 3)
     clock = clock_for(device)  # after that: it holds memory of its own
     ms = []
     for _ in range(rounds):
         read = clock.start(step, 1)
         clock.wait()
         ms.append(read())
-    return ms, peak
+    return {**measured(ms), "figures": figures}
 
 
 def sized(

@@ -12,7 +12,7 @@ from benchmarks.step import CANDIDATES
 from benchmarks.training import OURS, judged
 from benchmarks.verdict import compare
 from twinkle.bench import model_view, view
-from twinkle.bench.results import ORIGINAL, Result, ResultFile, medians, significant
+from twinkle.bench.results import ORIGINAL, Result, ResultFile, medians, percentile_texts, significant, spread
 from twinkle.bench.view import Table, factor
 from twinkle.bench.worth import ORIGINAL_CASE, conclude
 from twinkle.commands.demo.outcome import ULP
@@ -82,7 +82,7 @@ def step(files: Files, text: dict[str, str], device: str, program: str = "step")
                 speed += f" ({factor(row.figures['tokens_per_s'] / original.figures['tokens_per_s'])})"
             figures = [f"{row.figures[key]:g}" if key in row.figures else "-" for key in STEP_COLUMNS]
             model = f"{case.removeprefix('step/')} {shape} {dtype}"
-            rows.append((model, who, speed, _spread(row.ms), significant(row.host_us["p50"] / 1e3), *figures))
+            rows.append((model, who, speed, spread(row.ms, to="–"), significant(row.host_us["p50"] / 1e3), *figures))
     header = [text[f"column {key}"] for key in ("model", "who", "speed", "ms", "host", *STEP_COLUMNS)]
     figures_there = {key for row in found.results for key in row.figures}
     plots = [
@@ -101,10 +101,6 @@ def _in_order(candidates: dict[str, Result]) -> list[tuple[str, Result]]:
     return [(who, candidates[who]) for who in CANDIDATES if who in candidates]
 
 
-def _spread(ms: dict[str, float]) -> str:
-    return f"{significant(ms['p50'])} ({significant(ms['p20'])}–{significant(ms['p80'])})"
-
-
 def timed(files: Files, text: dict[str, str], device: str, program: str) -> str:
     """A line per candidate of ``loss``, ``moe`` and ``attention``: time, memory, and the loss's error."""
     name = f"{device}/{program}"
@@ -117,7 +113,7 @@ def timed(files: Files, text: dict[str, str], device: str, program: str) -> str:
         for who, row in candidates.items():
             assert row.ms
             peak = row.figures.get("peak_memory_gb")
-            cells = [shape, dtype, passes[row.case.rpartition("/")[2]], who, _spread(row.ms)]
+            cells = [shape, dtype, passes[row.case.rpartition("/")[2]], who, spread(row.ms, to="–")]
             cells += ["-" if peak is None else f"{peak:.2f}"]
             rows.append([*cells, *([f"{row.figures['dw_error']:.2g}"] if errors else [])])
     columns = ["shape", "dtype", "pass", "who", "time", "peak_memory_gb", *(["dw_error"] if errors else [])]
@@ -185,7 +181,7 @@ def kernelize(files: Files, text: dict[str, str], device: str) -> str:
     for row in found.results:
         assert row.ms
         unit, scale = ("us", 1e3) if row.case == "call" else ("ms", 1.0)
-        p20, p50, p80 = (significant(row.ms[p] * scale) for p in ("p20", "p50", "p80"))
+        p20, p50, p80 = percentile_texts(row.ms, scale)
         rows.append((row.case, row.who, row.shape, f"{p50} {unit}", f"{p20}–{p80}"))
     header = [text.get(f"column {key}", key) for key in ("case", "who", "shape", "p50", "p20–p80")]
     return "\n\n".join([run_line(name, found, text), markdown_table(header, rows, 3)])

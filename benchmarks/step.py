@@ -10,11 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,15 +20,16 @@ from typing import Any
 
 import torch
 
-import twinkle
+from benchmarks.alone import alone
 from benchmarks.program import arguments, device_option, finish, names_option, progress, start
 from benchmarks.trace import profiled
 from twinkle.bench.clocks import ceilings, synchronize, use
 from twinkle.bench.ops import WRONG
-from twinkle.bench.results import ORIGINAL, Result, Run, percentiles, significant
+from twinkle.bench.results import ORIGINAL, Result, Run, measured, significant, spread
 from twinkle.bench.step import differs, timed, training_step
 from twinkle.bench.view import factor
 from twinkle.layout import plain, table, width_of_terminal
+from twinkle.naming import dtype_name
 from twinkle.reasons import Reason
 
 # --- what is run ------------------------------------------------------------------------------------------------------
@@ -221,7 +218,7 @@ def measure(who: str, workload: Workload, device: torch.device, *, seconds: floa
     candidate = CANDIDATES[who]
 
     def row(**fields: Any) -> Result:
-        return Result(f"step/{workload.name}", who, workload.shape, str(DTYPE).removeprefix("torch."), **fields)
+        return Result(f"step/{workload.name}", who, workload.shape, dtype_name(DTYPE), **fields)
 
     use(device)
     missing = candidate.missing()
@@ -252,15 +249,14 @@ def measure(who: str, workload: Workload, device: torch.device, *, seconds: floa
     if module:
         module.reset_peak_memory_stats()
     done, handed_over = _samples(step, device, seconds)
-    times = percentiles(done)
-    figures["tokens_per_s"] = round(workload.batch * workload.length / times["p50"] * 1e3, 1)
+    fields = measured(done, handed_over)
+    figures["tokens_per_s"] = round(workload.batch * workload.length / fields["ms"]["p50"] * 1e3, 1)
     if module:
         figures["peak_memory_gb"] = round(module.max_memory_allocated() / 1e9, 3)
         figures |= profiled(step, device)
     if candidate.compiled:
         figures |= _compiled_figures()
-    host_us = percentiles([ms * 1e3 for ms in handed_over])
-    return row(ms=times, host_us=host_us, samples=len(done), figures=figures, note=note)
+    return row(**fields, figures=figures, note=note)
 
 
 def _compiled_figures() -> dict[str, float]:
@@ -293,40 +289,19 @@ def run_alone(
         threads: CPU threads of PyTorch.
         settings: see :func:`measure`.
     """
-    failed = Result(f"step/{workload.name}", who, workload.shape, str(DTYPE).removeprefix("torch."))
+    failed = Result(f"step/{workload.name}", who, workload.shape, dtype_name(DTYPE))
     asked = {"who": who, "workload": dataclasses.asdict(workload), "device": str(device), **settings}
-    here = [str(Path(__file__).parents[1]), str(Path(twinkle.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, open(f"{folder}/errors", "w+") as errors:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         answer = Path(folder, "row.json")
-        command = [sys.executable, "-m", "benchmarks.step", "--alone", json.dumps(asked), "--json", str(answer)]
-        process = subprocess.Popen(
-            [*command, *(["--threads", str(threads)] if threads else [])],
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(filter(None, here)),
-                "TRITON_CACHE_DIR": f"{folder}/triton",
-                "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
-            },
-            stdout=errors,
-            stderr=errors,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(timeout=max(timeout, 0.001))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # the compiler's workers too
-            process.wait()
-            return dataclasses.replace(failed, note=f"out of time: not done after {timeout:.0f} s")
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-        if code:
-            errors.seek(0)
-            said = errors.read()
-            print(said, file=sys.stderr)
-            last = [line.strip() for line in said.splitlines() if line.strip()][-1:] or ["it said nothing"]
-            return dataclasses.replace(failed, note=f"its process ended with exit code {code}: {last[0][:200]}")
-        return Result(**json.loads(answer.read_text()))
+        command = ["-m", "benchmarks.step", "--alone", json.dumps(asked), "--json", str(answer)]
+        caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
+        note = alone([*command, *(["--threads", str(threads)] if threads else [])], caches, timeout, _why)
+        return Result(**json.loads(answer.read_text())) if note is None else dataclasses.replace(failed, note=note)
+
+
+def _why(code: int, said: str) -> str:
+    last = [line.strip() for line in said.splitlines() if line.strip()][-1:] or ["it said nothing"]
+    return f"its process ended with exit code {code}: {last[0][:200]}"
 
 
 def checked(row: Result, original: Result | None) -> Result:
@@ -355,10 +330,9 @@ def report(run: Run) -> str:
         assert row.ms and row.host_us
         speed = row.figures["tokens_per_s"]
         of_original = f" ({factor(speed / rows[ORIGINAL].figures['tokens_per_s'])})" if ORIGINAL in rows else ""
-        p20, p50, p80 = (significant(row.ms[p]) for p in ("p20", "p50", "p80"))
         figures = (f"{row.figures[name]:g}" if name in row.figures else "-" for name in COLUMNS)
         host_ms = significant(row.host_us["p50"] / 1e3)
-        lines.append((who, f"{speed:.0f}{of_original}", f"{p50} ({p20} .. {p80})", host_ms, *figures))
+        lines.append((who, f"{speed:.0f}{of_original}", spread(row.ms), host_ms, *figures))
     header = ("who", "tokens/s", "ms (p20 .. p80)", "submitted, ms", *COLUMNS.values())
     shown = plain(table(header, lines, width_of_terminal()))
     return "\n".join([shown, *(f"{row.who}: {row.note}" for row in run.results if row.note)])

@@ -10,20 +10,27 @@ import argparse
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from benchmarks.program import arguments, device_option, finish, progress, start
 from twinkle.bench.clocks import synchronize
-from twinkle.bench.results import ORIGINAL, Result, Run, percentiles, significant
+from twinkle.bench.results import ORIGINAL, Result, Run, measured, significant
 from twinkle.commands.demo.outcome import StepJudgement, judge_losses
 from twinkle.commands.demo.text import documents
 from twinkle.commands.demo.training import CLIP, LEARNING_RATE, WARM_UP, Order, batches, new_model
+from twinkle.kernel.config import DEFAULT_KERNEL_CONFIG, OPT_IN_KERNEL_CONFIG
+from twinkle.kernel.report import report as report_on
+from twinkle.kernel.undo import kernelized
 from twinkle.layout import plain, table, width_of_terminal
+from twinkle.naming import dtype_name
 
 OURS = "twinkle+fused_ce"
+MAPPING = {**DEFAULT_KERNEL_CONFIG, "fused_ce": OPT_IN_KERNEL_CONFIG["fused_ce"]}
+"""What is put into the model: the default mapping and the fused loss."""
+
 ORDERS = 3
 """Of the original; the first is the usual one."""
 
@@ -67,25 +74,9 @@ def train(
     return losses, ms
 
 
-@contextlib.contextmanager
-def kernelized(model: Any) -> Iterator[Any]:
-    """The model with the default mapping and the fused loss, for a while."""
-    from twinkle.kernel import DEFAULT_KERNEL_CONFIG, KernelChoice, kernelize
-    from twinkle.kernel.undo import unkernelize
-
-    fused = KernelChoice("causal_lm_loss", ("triton", "torch"))
-    kernelize(model, {**DEFAULT_KERNEL_CONFIG, "fused_ce": fused})
-    try:
-        yield model
-    finally:
-        unkernelize(model)
-
-
 def served(model: Any) -> str:
     """What served, and how often."""
-    from twinkle.kernel.report import report
-
-    rows = [row for row in report(model).rows if row.state == "installed"]
+    rows = [row for row in report_on(model).rows if row.state == "installed"]
     return ", ".join(f"{row.op} by {row.backend}: {row.calls} calls" for row in rows)
 
 
@@ -96,7 +87,7 @@ def measure(device: torch.device, dtype: torch.dtype, steps: int, orders: int = 
         "training", device, {"steps": steps, "orders": orders, "text_bytes": len(text), "learning_rate": LEARNING_RATE}
     )
     total, done = (orders + 1) * steps, 0
-    shape, name = "8x64", str(dtype).removeprefix("torch.")
+    shape, name = "8x64", dtype_name(dtype)
 
     def moved(who: str) -> None:
         nonlocal done
@@ -107,14 +98,14 @@ def measure(device: torch.device, dtype: torch.dtype, steps: int, orders: int = 
     def add(who: str, losses: list[float], ms: list[float], note: str = "") -> None:
         run.curves[who] = [round(loss, 7) for loss in losses]
         figures = {"first_loss": losses[0], "last_loss": sum(losses[-10:]) / len(losses[-10:])}
-        run.results.append(Result(CASE, who, shape, name, percentiles(ms), samples=steps, figures=figures, note=note))
+        run.results.append(Result(CASE, who, shape, name, **measured(ms), figures=figures, note=note))
 
     for number in range(orders):
         order = Order(number)
         who = ORIGINAL if number == 0 else f"{ORIGINAL} order {number}"
         model = order.of_model(new_model(str(device)))
         add(who, *train(model, text, device, dtype, steps, order, functools.partial(moved, who)))
-    with kernelized(new_model(str(device))) as model:
+    with kernelized(new_model(str(device)), MAPPING) as model:
         losses, ms = train(model, text, device, dtype, steps, Order(0), functools.partial(moved, OURS))
         add(OURS, losses, ms, served(model))
     return run

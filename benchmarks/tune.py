@@ -16,7 +16,7 @@ import multiprocessing
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ TABLE = Path(__file__).parents[1] / "src/twinkle/kernel/ops/triton_tuning.json"
 Table = dict[str, dict[str, list[dict[str, Any]]]]
 """op -> direction -> ``{"up_to": size class, "launch": configuration}`` by size."""
 
-WIDTHS = None
 NORM_WIDTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
@@ -122,8 +121,8 @@ def use(op: str, configuration: tuple[int, ...]) -> None:
     module.tuned = lambda *_: configuration  # type: ignore[attr-defined]
 
 
-def widths(op: str) -> tuple[int, ...]:
-    return {"rms_norm": WIDTHS or NORM_WIDTHS, "glu": (12288,), "rotary": (128,), "qk_norm_rotary": (128,)}[op]
+def widths(op: str, of_norms: Sequence[int]) -> Sequence[int]:
+    return {"rms_norm": of_norms, "glu": (12288,), "rotary": (128,), "qk_norm_rotary": (128,)}[op]
 
 
 def _compile(job: tuple[str, str, int, list[tuple[int, ...]]]) -> None:
@@ -184,14 +183,12 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=240.0)
     parser.add_argument("--write", action="store_true", help="put the best into triton_tuning.json")
     arguments = parser.parse_args()
-    global WIDTHS
-    WIDTHS = arguments.width
     deadline = time.monotonic() + arguments.budget
     cases = [
         (op, direction, width)
         for op in arguments.op or ("glu", "rotary", "rms_norm")
         for direction in arguments.direction or ("forward", "backward")
-        for width in widths(op)
+        for width in widths(op, arguments.width or NORM_WIDTHS)
         if not (direction == "backward" and width > 16384)
     ]
     # The number of programs is no part of what is compiled.

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 from twinkle.bench.results import ORIGINAL, Result, medians, read
 
+JUDGED = "torch"
+"""Whose results decide: the backend that is chosen only where it is faster."""
+
 SLOWER = 0.97
 """Ours over the original's time, geometric mean: at most this counts as faster."""
 
@@ -49,27 +52,23 @@ def mean(values: list[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def wins(results: Iterable[Result], who: str = "torch") -> dict[str, dict[str, float]]:
-    """op -> ``dtype direction`` -> ours over the original's median time, the geometric mean of the op's cases.
-
-    Args:
-        who: the backend to judge.
-    """
+def wins(results: Iterable[Result]) -> dict[str, dict[str, float]]:
+    """op -> ``dtype direction`` -> ours over the original's median time, the geometric mean of the op's cases."""
     results = list(results)
     ops = dict.fromkeys(result.case.split("/")[0] for result in results)
     found: dict[str, dict[str, float]] = {}
     for op in ops:
         kinds: dict[str, list[float]] = {}
-        for (case, _, dtype), ratio in ratios(results, op, who, ORIGINAL).items():
+        for (case, _, dtype), ratio in ratios(results, op, JUDGED, ORIGINAL).items():
             kinds.setdefault(f"{dtype} {case.split('/')[-1]}", []).append(1 / ratio)
         if kinds:
             found[op] = {kind: mean(values) for kind, values in kinds.items()}
     return found
 
 
-def faster(results: Iterable[Result], who: str = "torch") -> set[str]:
+def faster(results: Iterable[Result]) -> set[str]:
     """The ops that results show to be faster in every dtype and both directions."""
-    return {op for op, kinds in wins(results, who).items() if all(ratio <= SLOWER for ratio in kinds.values())}
+    return {op for op, kinds in wins(results).items() if all(ratio <= SLOWER for ratio in kinds.values())}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -79,7 +78,7 @@ def main(argv: list[str] | None = None) -> None:
     found = read(parser.parse_args(argv).file)
     for op, kinds in wins(found.results).items():
         shares = ", ".join(f"{kind} {ratio:.2f}" for kind, ratio in kinds.items())
-        print(f"{op}: torch takes {shares} of the original's time")
+        print(f"{op}: {JUDGED} takes {shares} of the original's time")
     print(f"FASTER on {found.run['device_type']}: {', '.join(sorted(faster(found.results))) or 'nothing'}")
 
 

@@ -99,6 +99,7 @@ def kernelized_model(settings: Settings, place: Place) -> Any:
 
 def _mapping(settings: Settings, model: Any) -> dict[str, Any]:
     from twinkle.kernel import DEFAULT_KERNEL_CONFIG, KernelChoice
+    from twinkle.kernel.config import OPT_IN_KERNEL_CONFIG
     from twinkle.kernel.report import plan
 
     mapping: dict[str, Any] = dict(DEFAULT_KERNEL_CONFIG)
@@ -107,8 +108,8 @@ def _mapping(settings: Settings, model: Any) -> dict[str, Any]:
         there = {row.target for row in plan(model).rows if row.op == "moe_experts" and row.state != "unused"}
         mapping |= {target: KernelChoice("moe_experts", named) for target in there & mapping.keys()}
     if settings.enable_liger:
-        backends = ("liger",) if settings.fused_ce == "liger" else ("triton", "torch")
-        mapping["fused_ce"] = KernelChoice("causal_lm_loss", backends)
+        fused = OPT_IN_KERNEL_CONFIG["fused_ce"]
+        mapping["fused_ce"] = KernelChoice(fused.op, ("liger",)) if settings.fused_ce == "liger" else fused
     return mapping
 
 

@@ -8,10 +8,7 @@ them, nor torch.
 
 def __getattr__(name: str) -> str:
     if name == "__version__":
-        from importlib.metadata import PackageNotFoundError, version
+        from twinkle.naming import version_of
 
-        try:
-            return version("twinkle-kernel")
-        except PackageNotFoundError:  # a source tree on sys.path that was never installed
-            return "0+unknown"
+        return version_of("twinkle-kernel") or "0+unknown"  # a source tree on sys.path that was never installed
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,13 +12,13 @@ model, a batch for it and a scalar to differentiate. Importing this module impor
 from __future__ import annotations
 
 import copy
-import difflib
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from twinkle import preset_inputs as kinds
+from twinkle.reasons import nearest
 
 if TYPE_CHECKING:
     import torch
@@ -325,8 +325,7 @@ def loss(outputs: Any) -> torch.Tensor:
 
 def _nearest(name: str, known: Iterable[str]) -> str:
     known = sorted(known)
-    match = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    return f"nearest: {match[0]!r}; known: {', '.join(known)}"
+    return f"nearest: {nearest(name, known, least=0.0)!r}; known: {', '.join(known)}"
 
 
 def _has_setting(config: Any, key: str) -> bool:

@@ -80,13 +80,13 @@ class Counts:
             self.fallbacks[reason] += 1
 
 
-def nearest(name: object, known: Iterable[str]) -> str | None:
-    """The known name most like ``name``, or None when nothing is close.
+def nearest(name: object, known: Iterable[str], least: float = 0.6) -> str | None:
+    """The known name most like ``name``, or None when none is as close as ``least``: 1 is the same, 0 is any.
 
     Case is ignored, since people misremember it. What somebody gave for a name may be no text at all.
     """
     by_lower = {candidate.lower(): candidate for candidate in known}
-    close = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=least)
     return by_lower[close[0]] if close else None
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from twinkle.naming import dtype_name
 from twinkle.platforms import platform_of
 from twinkle.reasons import Reason
 
@@ -125,7 +126,7 @@ def _seen_as(tensors: tuple[torch.Tensor | None, ...], views: tuple[torch.dtype 
         return tensors
     import triton
 
-    names = {dtype: getattr(triton.language, str(dtype).removeprefix("torch.")) for dtype in views if dtype}
+    names = {dtype: getattr(triton.language, dtype_name(dtype)) for dtype in views if dtype}
     first = (triton.reinterpret(t, names[dtype]) if dtype else t for t, dtype in zip(tensors, views, strict=False))
     return (*first, *tensors[len(views) :])
 

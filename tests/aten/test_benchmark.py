@@ -34,8 +34,8 @@ interpreted_takes_long = pytest.mark.skipif(INTERPRETED, reason="who is slow is 
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """The simulated device has no events: its work is done when a call returns."""
     if SIMULATED:
-        monkeypatch.setattr(aten, "clock_for", lambda device: clocks.CpuClock())
-        monkeypatch.setattr(aten, "host_clock_for", lambda device: None)
+        monkeypatch.setattr(clocks, "clock_for", lambda device: clocks.CpuClock())
+        monkeypatch.setattr(clocks, "host_clock_for", lambda device: None)
 
 
 # --- the calls --------------------------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def test_a_sample_of_ours_is_taken_while_it_is_registered_and_no_other(
 
         return right({who: watch(who, call) for who, call in calls.items()}, *args, **options)
 
-    monkeypatch.setattr(aten, "interleaved", watched)
+    monkeypatch.setattr(clocks, "interleaved", watched)
     list(measure(clone, chip.found, **BRIEF))
     assert {who for who, _ in seen} == {
         NATIVE,
@@ -116,8 +116,8 @@ def test_what_holds_while_a_call_is_timed_is_not_timed() -> None:
 def test_on_an_accelerator_the_host_is_timed_too(
     clone: OperatorSpec, chip: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(aten, "host_clock_for", clocks.SubmitClock)
-    monkeypatch.setattr(aten, "clock_for", lambda device: clocks.CpuClock())
+    monkeypatch.setattr(clocks, "host_clock_for", clocks.SubmitClock)
+    monkeypatch.setattr(clocks, "clock_for", lambda device: clocks.CpuClock())
     assert all(row.host_us and row.ms for row in measure(clone, chip.found, **BRIEF))
 
 
@@ -240,8 +240,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("fast", [{"clone", "dropout"}, set()])
 def test_auto_installs_what_wins_somewhere(fast: set[str], chip: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aten, "clock_for", lambda device: Told(fast))
-    monkeypatch.setattr(aten, "host_clock_for", lambda device: None)
+    monkeypatch.setattr(clocks, "clock_for", lambda device: Told(fast))
+    monkeypatch.setattr(clocks, "host_clock_for", lambda device: None)
     with install("auto", platform=chip.platform) as installed:
         assert set(installed.registrations) == fast
         assert set(installed.left_out) == TOGETHER - fast
@@ -256,8 +256,8 @@ def test_auto_installs_what_wins_somewhere(fast: set[str], chip: Profile, monkey
 def test_auto_leaves_out_what_loses_somewhere(chip: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each case has a clock of its own: the first one's says that ours is fast, the others' that it is slow."""
     told = iter([Told({"clone"})])
-    monkeypatch.setattr(aten, "clock_for", lambda device: next(told, Told({"clone"}, ms=3.0)))
-    monkeypatch.setattr(aten, "host_clock_for", lambda device: None)
+    monkeypatch.setattr(clocks, "clock_for", lambda device: next(told, Told({"clone"}, ms=3.0)))
+    monkeypatch.setattr(clocks, "host_clock_for", lambda device: None)
     monkeypatch.setattr(catalog, "chosen", lambda: ["clone"])
     with install("auto", platform=chip.platform) as installed:
         assert "faster than PyTorch's elsewhere, is slower on aten/clone/" in str(installed.left_out["clone"])
@@ -275,8 +275,8 @@ def test_auto_measures_this_machine(chip: Profile) -> None:
 def test_auto_leaves_out_what_is_wrong_or_has_no_calls(
     chip: Profile, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    monkeypatch.setattr(aten, "clock_for", lambda device: Told(set(catalog.names())))
-    monkeypatch.setattr(aten, "host_clock_for", lambda device: None)
+    monkeypatch.setattr(clocks, "clock_for", lambda device: Told(set(catalog.names())))
+    monkeypatch.setattr(clocks, "host_clock_for", lambda device: None)
     right = catalog.operator
     unlisted = replace(right("clone"), home=Home("ops.clone", tmp_path))
     monkeypatch.setattr(catalog, "operator", lambda name: unlisted if name == "clone" else right(name))

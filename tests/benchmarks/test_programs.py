@@ -140,8 +140,8 @@ class Events:
 
 def test_on_an_accelerator_small_cases_are_timed_by_events_and_on_the_host(monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda device: Events)
-    monkeypatch.setattr(measuring, "clock_for", lambda device: clocks.EventClock(device, cache_bytes=1024))
-    monkeypatch.setattr(measuring, "host_clock_for", clocks.SubmitClock)
+    monkeypatch.setattr(clocks, "clock_for", lambda device: clocks.EventClock(device, cache_bytes=1024))
+    monkeypatch.setattr(clocks, "host_clock_for", clocks.SubmitClock)
     (item,) = host_items(["rms_norm"])
     for small in (True, False):
         rows = measuring.measure(dataclasses.replace(item, small=small), CPU, seconds=0, rounds=3, compiled=False)

@@ -15,7 +15,7 @@ from benchmarks.sections import ordered_ops, ranked
 from tests.support.results import check_schema, row
 from twinkle.bench import clocks, view
 from twinkle.bench.cases import CASES, LARGE
-from twinkle.bench.results import Result, medians, percentiles, read, significant
+from twinkle.bench.results import Result, measured, medians, percentiles, read, significant, spread
 from twinkle.document import BarChart
 from twinkle.kernel.ops.torch_support import FASTER
 
@@ -80,6 +80,13 @@ def test_ceilings_are_measured_with_less_where_memory_is_short(monkeypatch):
 def test_percentiles():
     assert percentiles([float(n) for n in range(10, -1, -1)]) == {"p20": 2.0, "p50": 5.0, "p80": 8.0}
     assert percentiles([3.0]) == {"p20": 3.0, "p50": 3.0, "p80": 3.0}
+
+
+def test_the_fields_and_the_text_of_samples():
+    fields = measured([float(n) for n in range(11)], [0.001, 0.001, 0.002])
+    assert fields["samples"] == 11 and fields["host_us"] == {"p20": 1.0, "p50": 1.0, "p80": 2.0}
+    assert spread(fields["ms"]) == "5.00 (2.00 .. 8.00)" and spread(fields["ms"], " ms", "–") == "5.00 ms (2.00–8.00)"
+    assert measured([3.0])["host_us"] is None
 
 
 def test_three_digits_count():

@@ -10,6 +10,7 @@ from importlib import metadata
 
 from twinkle.aten.errors import RegistrationError
 from twinkle.aten.spec import OperatorSpec
+from twinkle.naming import top_package
 from twinkle.reasons import Reason, did_you_mean
 
 GROUP = "twinkle.aten_ops"
@@ -84,7 +85,7 @@ def packages() -> list[Package]:
     """All packages that entry points name, the operators in them imported."""
     by_package: dict[str, list[str]] = {}
     for entry in metadata.entry_points(group=GROUP):
-        by_package.setdefault(entry.module.partition(".")[0], []).append(entry.name)
+        by_package.setdefault(top_package(entry.module), []).append(entry.name)
     return [
         Package(package, _place(package), tuple(sorted(set(of))), _first_error(of))
         for package, of in sorted(by_package.items())
@@ -103,7 +104,7 @@ def _place(package: str) -> str | None:
 
 def _not_installed(operator: str) -> str | None:
     """Where an operator's folder lies beside known ones, though no entry point names it: it was made just now."""
-    for package in sorted({entry.module.partition(".")[0] for entry in metadata.entry_points(group=GROUP)}):
+    for package in sorted({top_package(entry.module) for entry in metadata.entry_points(group=GROUP)}):
         try:
             found = importlib.util.find_spec(f"{package}.{operator}") if operator.isidentifier() else None
         except (ImportError, ValueError):  # a foreign package of that name
@@ -124,7 +125,7 @@ def _first_error(operators: Sequence[str]) -> str | None:
 
 def _why(module: str, error: BaseException) -> Reason:
     """``ops`` is a name that others use as well: another package of that name may come first on the path."""
-    top = module.partition(".")[0]
+    top = top_package(module)
     where = _place(top) or "anywhere on sys.path"
     hint = f"another package {top} may come first on sys.path; `twinkle-kernel info` shows which one is found"
     return Reason("foreign-ops", f"{module} can't be had from {where}: {type(error).__name__}: {error}", hint)

@@ -10,6 +10,7 @@ import torch
 from twinkle.aten.arguments import PLAIN
 from twinkle.aten.spec import Condition
 from twinkle.aten.strided import CASTS, is_dense
+from twinkle.naming import dtype_name
 
 Call = Callable[[torch.Tensor], tuple[Any, ...]]
 """Makes all arguments of a call from one tensor."""
@@ -80,7 +81,7 @@ def floating(index: int, call: Call) -> Condition:
     """That a tensor argument, by its position in the schema, holds real numbers of a usual dtype."""
     return Condition(
         "dtype",
-        f"the dtype is one of {', '.join(sorted(map(_name, FLOATING)))}",
+        f"the dtype is one of {', '.join(sorted(map(dtype_name, FLOATING)))}",
         lambda *values: values[index].dtype in FLOATING,
         lambda device: call(torch.ones(3, 4, dtype=torch.complex64, device=device)),
     )
@@ -168,13 +169,9 @@ def _pair(device: torch.device, to: torch.dtype, source: torch.dtype) -> tuple[t
     return torch.zeros(3, 4, dtype=to, device=device), torch.ones(3, 4, dtype=source, device=device), False
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 CASTABLE = Condition(
     "cast",
-    f"the dtypes are equal, or both of {', '.join(sorted(map(_name, CASTS)))}",
+    f"the dtypes are equal, or both of {', '.join(sorted(map(dtype_name, CASTS)))}",
     _same_or_cast,
     lambda device: _pair(device, torch.int32, torch.float32),
 )
@@ -205,7 +202,7 @@ ONE_NUMBER = (
     ),
     Condition(
         "dtype",
-        f"the dtype is one of {', '.join(sorted(map(_name, READABLE)))}",
+        f"the dtype is one of {', '.join(sorted(map(dtype_name, READABLE)))}",
         lambda self: self.dtype in READABLE,
         lambda device: (torch.ones(1, dtype=torch.uint16, device=device),),
     ),

@@ -27,8 +27,9 @@ from twinkle.aten.keys import effective_keys
 from twinkle.aten.routes import every_size
 from twinkle.aten.serving import Serving
 from twinkle.aten.spec import OperatorSpec, Semantics
-from twinkle.bench.clocks import Call, clock_for, host_clock_for, interleaved
-from twinkle.bench.results import EVERYBODY, Result, percentiles
+from twinkle.bench.clocks import Call, timed_both
+from twinkle.bench.results import EVERYBODY, Result, measured
+from twinkle.naming import dtype_name
 from twinkle.platforms import Platform
 from twinkle.reasons import Reason
 
@@ -77,7 +78,7 @@ def measure(
         try:
             yield from _Timed(spec, platform, case, small).rows(rounds, seconds, peer, floor)
         except torch.OutOfMemoryError:
-            dtype = str(case.dtype).removeprefix("torch.")
+            dtype = dtype_name(case.dtype)
             yield Result(f"aten/{case.name}", EVERYBODY, "-", dtype, note="the device's memory is too small for it")
 
 
@@ -164,7 +165,7 @@ class _Timed:
             calls |= {level: call, f"{level}{DIRECT}": direct}
             if self._is_routed():
                 calls[ROUTED] = call
-        limits: dict[str, Any] = {"rounds": rounds, "seconds": seconds / (1 if self.device.type == "cpu" else 2)}
+        limits: dict[str, Any] = {"rounds": rounds, "seconds": seconds}
         yield from self._timed(calls, within, limits)
         if peer:
             gems = _flag_gems()
@@ -179,15 +180,10 @@ class _Timed:
             yield from found
 
     def _timed(self, calls: dict[str, Call], within: dict[str, Any], limits: dict[str, Any]) -> Iterator[Result]:
-        samples = interleaved(calls, clock_for(self.device), within=within, **limits)
-        host_clock = host_clock_for(self.device)
-        host = {} if host_clock is None else interleaved(calls, host_clock, within=within, **limits)
+        samples = timed_both(calls, self.device, within=within, **limits)
         figures = {"traffic_mb": self._traffic_mb()}
-        for who, ms in samples.items():
-            fields: dict[str, Any] = {"ms": percentiles(ms), "samples": len(ms), "figures": figures}
-            if who in host:
-                fields["host_us"] = percentiles([one * 1e3 for one in host[who]])
-            yield self._row(who, **fields)
+        for who, times in samples.items():
+            yield self._row(who, **measured(*times), figures=figures)
 
     def _problem(self) -> str | None:
         """Why our kernel isn't timed: it doesn't take the call, or computes something else."""
@@ -226,7 +222,7 @@ class _Timed:
 
     def _row(self, who: str, **fields: Any) -> Result:
         shape = "x".join(map(str, next(v.shape if isinstance(v, torch.Tensor) else v for v in self.values)))
-        return Result(f"aten/{self.case.name}", who, shape or "scalar", str(self.case.dtype).split(".")[1], **fields)
+        return Result(f"aten/{self.case.name}", who, shape or "scalar", dtype_name(self.case.dtype), **fields)
 
 
 @contextlib.contextmanager

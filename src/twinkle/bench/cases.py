@@ -338,8 +338,3 @@ def all_items(ops: Sequence[str], device: torch.device) -> list[Item]:
 def sizes(shape: Shape) -> str:
     """``(64, 128)`` -> ``64x128``."""
     return "x".join(map(str, shape))
-
-
-def name(dtype: torch.dtype) -> str:
-    """``torch.float32`` -> ``float32``."""
-    return str(dtype).removeprefix("torch.")

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
+from twinkle.naming import dtype_name
+
 Call = Callable[[], Any]
 
 
@@ -164,12 +166,41 @@ def interleaved(
     return samples
 
 
-def _warm_up(call: Call, most: int = 10, seconds: float = 5e-4) -> None:
+def timed_both(
+    calls: dict[str, Call],
+    device: torch.device,
+    *,
+    rounds: int,
+    seconds: float,
+    host: bool = True,
+    within: Mapping[str, Callable[[], AbstractContextManager[Any]]] | None = None,
+) -> dict[str, tuple[list[float], list[float] | None]]:
+    """Times every call by the device's clock, then by the host's.
+
+    Args:
+        rounds, within: see :func:`interleaved`.
+        seconds: for both clocks together.
+        host: whether it is timed by the host's clock at all.
+
+    Returns:
+        who -> milliseconds until the work is done, and until it is handed to the device: None where there is no such
+        clock, see :func:`host_clock_for`.
+    """
+    host_clock = host_clock_for(device) if host else None
+    share = seconds if host_clock is None else seconds / 2
+    done = interleaved(calls, clock_for(device), rounds=rounds, seconds=share, within=within)
+    if host_clock is None:
+        return {who: (ms, None) for who, ms in done.items()}
+    handed_over = interleaved(calls, host_clock, rounds=rounds, seconds=share, within=within)
+    return {who: (ms, handed_over[who]) for who, ms in done.items()}
+
+
+def _warm_up(call: Call) -> None:
     """Calls it once or, until the time is over, more often: Python's own shortcuts take some calls."""
     begin = time.perf_counter()
-    for _ in range(most):
+    for _ in range(10):
         call()
-        if time.perf_counter() - begin > seconds:
+        if time.perf_counter() - begin > 5e-4:
             return
 
 
@@ -194,5 +225,5 @@ def _ceilings(device: torch.device, size: int, side: int, dtype: torch.dtype) ->
     best = {who: min(ms) for who, ms in interleaved(calls, clock_for(device), rounds=10, seconds=2).items()}
     return {
         "copy_gb_per_s": round(2 * size * 4 / best["copy"] / 1e6, 1),
-        f"matmul_{str(dtype).removeprefix('torch.')}_tflop_per_s": round(2 * side**3 / best["matmul"] / 1e9, 3),
+        f"matmul_{dtype_name(dtype)}_tflop_per_s": round(2 * side**3 / best["matmul"] / 1e9, 3),
     }

@@ -25,10 +25,9 @@ from typing import Any
 
 import torch
 
-from twinkle.bench.cases import name
 from twinkle.bench.clocks import Clock, interleaved, synchronize
 from twinkle.bench.ops import COMPILED
-from twinkle.bench.results import ORIGINAL, Result, percentiles
+from twinkle.bench.results import ORIGINAL, Result, measured, percentiles
 from twinkle.bench.step import differs, memory_of, timed, training_step
 from twinkle.bench.worth import AGAIN, CASE, LEAST_ROUNDS, OPT_IN, ORIGINAL_CASE, TOGETHER, choice_of, difference
 from twinkle.kernel import DEFAULT_KERNEL_CONFIG, KernelChoice, registry
@@ -38,6 +37,7 @@ from twinkle.kernel.report import report
 from twinkle.kernel.report_text import short
 from twinkle.kernel.rows import Row
 from twinkle.kernel.undo import unkernelize
+from twinkle.naming import dtype_name
 from twinkle.reasons import Reason
 
 DEFAULT = "default"
@@ -310,29 +310,16 @@ def results(
         figures, done = dict(variant.figures), variant.done_ms[:rounds]
         if variant.out or rounds < 2:
             note = variant.note if variant.out else INTERRUPTED
-            rows.append(Result(variant.case, variant.who, shape, name(dtype), figures=figures, note=note))
+            rows.append(Result(variant.case, variant.who, shape, dtype_name(dtype), figures=figures, note=note))
             continue
-        times = percentiles(done)
-        figures |= {"tokens_per_s": round(tokens / times["p50"] * 1e3, 1)} if tokens else {}
+        fields = measured(done, None if device.type == "cpu" else variant.submitted_ms[:rounds])
+        figures |= {"tokens_per_s": round(tokens / fields["ms"]["p50"] * 1e3, 1)} if tokens else {}
         if variant.case != ORIGINAL_CASE:
             figures |= difference(original, done, "saved")
         elif variant.who == AGAIN:
             figures |= difference(first, done, "saved")
         if variant.case in usual and usual[variant.case] is not variant:
             figures |= difference(usual[variant.case].done_ms[:rounds], done, "gain")
-        host = percentiles([ms * 1e3 for ms in variant.submitted_ms[:rounds]]) if device.type != "cpu" else None
-        rows.append(
-            Result(
-                variant.case,
-                variant.who,
-                shape,
-                name(dtype),
-                ms=times,
-                host_us=host,
-                samples=rounds,
-                chosen=variant.chosen,
-                figures=figures,
-                note=variant.note,
-            )
-        )
+        fields |= {"chosen": variant.chosen, "figures": figures, "note": variant.note}
+        rows.append(Result(variant.case, variant.who, shape, dtype_name(dtype), **fields))
     return rows

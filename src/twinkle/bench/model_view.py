@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from twinkle.bench import worth
-from twinkle.bench.results import ORIGINAL, Result, significant
+from twinkle.bench.results import ORIGINAL, Result, significant, spread
 from twinkle.bench.view import factor
 from twinkle.bench.worth import CASE, ORIGINAL_CASE, TOGETHER, Conclusions
 from twinkle.document import GAP, Bar, BarChart, Code, Part, Table, Text
@@ -99,10 +99,9 @@ def _about_original(row: Result, found: Conclusions, enough_s: float) -> list[st
     if not row.ms:
         return [f"The original wasn't measured: {row.note}."]
     speed = f", {row.figures['tokens_per_s']:,.0f} tokens/s" if "tokens_per_s" in row.figures else ""
-    p20, p50, p80 = (significant(row.ms[p]) for p in ("p20", "p50", "p80"))
     memory = [f"{megabytes(row.figures[key])} MB {what}" for key, what in MEMORY.items() if key in row.figures]
     held = f" It holds {', '.join(memory)}." if memory else ""
-    lines = [f"A step of the original takes {p50} ms ({p20} .. {p80}){speed}.{held}"]
+    lines = [f"A step of the original takes {spread(row.ms, ' ms')}{speed}.{held}"]
     if found.noise_us is None:
         lines.append(
             f"{row.samples} rounds are too few to tell anything. It takes {worth.LEAST_ROUNDS}: try "

@@ -16,15 +16,16 @@ from typing import Any
 
 import torch
 
-from twinkle.bench.cases import Case, Item, Subject, name, sizes, traffic_mb
-from twinkle.bench.clocks import Call, clock_for, host_clock_for, interleaved
-from twinkle.bench.results import EVERYBODY, ORIGINAL, Result, Run, percentiles
+from twinkle.bench.cases import Case, Item, Subject, sizes, traffic_mb
+from twinkle.bench.clocks import Call, timed_both
+from twinkle.bench.results import EVERYBODY, ORIGINAL, Result, Run, measured
 from twinkle.kernel import DEFAULT_KERNEL_CONFIG, KernelChoice, registry
 from twinkle.kernel.install import Kernel, kernel_for
 from twinkle.kernel.ops.worthwhile import every_size
 from twinkle.kernel.probe import variant_of
 from twinkle.kernel.registry import availability, get_impl, load_impl, refusal
 from twinkle.kernel.targets import Site, Target, resolve_target
+from twinkle.naming import dtype_name
 from twinkle.reasons import Reason
 
 TEST_BACKENDS = ("loopback", "refuse")
@@ -179,7 +180,7 @@ def measure(item: Item, device: torch.device, *, seconds: float, rounds: int, co
     case = item.case
 
     def row(direction: str, who: str, **fields: Any) -> Result:
-        return Result(f"{case.op}/{case.variant}/{direction}", who, sizes(item.shape), name(item.dtype), **fields)
+        return Result(f"{case.op}/{case.variant}/{direction}", who, sizes(item.shape), dtype_name(item.dtype), **fields)
 
     target = resolve_target(path_of(case))
     if not isinstance(target, Target):
@@ -203,20 +204,14 @@ def measure(item: Item, device: torch.device, *, seconds: float, rounds: int, co
         else:
             calls["f"][candidate.who], calls["fb"][candidate.who] = steps
     floors = {candidate.who for candidate in everyone if candidate.floor}
-    clock, host_clock = clock_for(device), host_clock_for(device) if item.small else None
     for direction, of_direction in calls.items():
         chosen = chosen_of(case, site, everyone, direction)
-        share = seconds / (4 if host_clock else 2)
-        timed = interleaved(of_direction, clock, rounds=rounds, seconds=share)
-        host = timed if item.small else {}
-        if host_clock:
-            host = interleaved(of_direction, host_clock, rounds=rounds, seconds=share)
+        timed = timed_both(of_direction, device, rounds=rounds, seconds=seconds / 2, host=item.small)
         figures = {"traffic_mb": round(traffic_mb(case.op, item.shape, item.dtype, direction), 3)}
-        for who, samples in timed.items():
-            fields: dict[str, Any] = {"ms": percentiles(samples), "samples": len(samples), "chosen": who == chosen}
-            if who in host:
-                fields["host_us"] = percentiles([ms * 1e3 for ms in host[who]])
-            rows.append(row(direction, who, figures={"floor": 1.0} if who in floors else figures, **fields))
+        for who, (ms, host_ms) in timed.items():
+            fields = measured(ms, ms if item.small and host_ms is None else host_ms)
+            own = {"floor": 1.0} if who in floors else figures
+            rows.append(row(direction, who, **fields, chosen=who == chosen, figures=own))
     return rows
 
 
@@ -254,7 +249,7 @@ def measure_all(
     for number, item in enumerate(items):
         left = budget - (time.perf_counter() - begin)
         label = f"{item.case.op}/{item.case.variant}"
-        progress(number, len(items), f"{label} {sizes(item.shape)} {name(item.dtype)}")
+        progress(number, len(items), f"{label} {sizes(item.shape)} {dtype_name(item.dtype)}")
         if left <= 0:
             run.results.append(_skipped(item, OUT_OF_TIME))
             continue
@@ -281,4 +276,4 @@ def _measured(item: Item, device: torch.device, **settings: Any) -> list[Result]
 
 def _skipped(item: Item, why: str, who: str = EVERYBODY) -> Result:
     case = f"{item.case.op}/{item.case.variant}/f"
-    return Result(case, who, sizes(item.shape), name(item.dtype), note=why)
+    return Result(case, who, sizes(item.shape), dtype_name(item.dtype), note=why)

@@ -14,9 +14,10 @@ import platform
 import secrets
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from twinkle.naming import version_of
 
 if TYPE_CHECKING:
     import torch
@@ -181,15 +182,20 @@ def percentiles(samples: list[float]) -> Times:
     return {f"p{p}": round(ordered[round(p / 100 * (len(ordered) - 1))], 6) for p in (20, 50, 80)}
 
 
+def measured(ms: list[float], host_ms: list[float] | None = None) -> dict[str, Any]:
+    """The fields ``ms``, ``host_us`` and ``samples`` of a row.
+
+    Args:
+        ms: milliseconds until the work was done, one per sample.
+        host_ms: until it was handed to the device; None where that was not measured.
+    """
+    host_us = None if host_ms is None else percentiles([one * 1e3 for one in host_ms])
+    return {"ms": percentiles(ms), "host_us": host_us, "samples": len(ms)}
+
+
 def versions() -> dict[str, str | None]:
     """Name -> version of the packages whose kernels are measured; None for one that is not installed."""
-    found: dict[str, str | None] = {}
-    for name, distribution in PACKAGES.items():
-        try:
-            found[name] = metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    return {name: version_of(distribution) for name, distribution in PACKAGES.items()}
 
 
 def packages() -> str:
@@ -214,3 +220,15 @@ def device_name(device: torch.device) -> str:
 def significant(value: float) -> str:
     """Three digits that count."""
     return f"{value:#.3g}".rstrip(".") if value < 100 else f"{value:.0f}"
+
+
+def percentile_texts(times: Times, scale: float = 1.0) -> tuple[str, str, str]:
+    """The 20th, the 50th and the 80th percentile, in a unit that is ``scale`` times smaller."""
+    p20, p50, p80 = (significant(times[p] * scale) for p in ("p20", "p50", "p80"))
+    return p20, p50, p80
+
+
+def spread(times: Times, unit: str = "", to: str = " .. ") -> str:
+    """The median, and in parentheses from where to where most samples are."""
+    p20, p50, p80 = percentile_texts(times)
+    return f"{p50}{unit} ({p20}{to}{p80})"

@@ -21,8 +21,9 @@ from twinkle.aten.routes import SMALL, every_size
 from twinkle.aten.serving import best_level
 from twinkle.aten.spec import OperatorSpec
 from twinkle.bench.aten import NATIVE
-from twinkle.bench.clocks import Call, clock_for, host_clock_for, interleaved
-from twinkle.bench.results import Result, percentiles
+from twinkle.bench.clocks import Call, timed_both
+from twinkle.bench.results import Result, measured
+from twinkle.naming import dtype_name
 from twinkle.platforms import Platform
 
 SIZES = tuple(2**power for power in range(20, 31))
@@ -79,7 +80,7 @@ def _rows(
     seconds: float,
 ) -> Iterator[Result]:
     ours = INSTALLED if routed else best_level(spec, platform)
-    dtype = str(values[0].dtype).removeprefix("torch.")
+    dtype = dtype_name(values[0].dtype)
     case = f"{'sweep' if routed else 'routes'}/{spec.name}/{kind}"
     call: Call = Arguments(spec.overload).call(functools.partial(functools.partial, spec.overload), list(values))
 
@@ -95,14 +96,8 @@ def _rows(
         return
     device = torch.device(platform.device_type)
     calls, within = {NATIVE: call, ours: call}, {ours: registered}
-    samples = interleaved(calls, clock_for(device), rounds=rounds, seconds=seconds / 2, within=within)
-    clock = host_clock_for(device)
-    host = {} if clock is None else interleaved(calls, clock, rounds=rounds, seconds=seconds / 2, within=within)
-    for who, ms in samples.items():
-        fields: dict[str, Any] = {"ms": percentiles(ms), "samples": len(ms)}
-        if who in host:
-            fields["host_us"] = percentiles([one * 1e3 for one in host[who]])
-        yield Result(case, who, str(size), dtype, **fields)
+    for who, times in timed_both(calls, device, rounds=rounds, seconds=seconds, within=within).items():
+        yield Result(case, who, str(size), dtype, **measured(*times))
 
 
 ALLOWED_US, ALLOWED = 8.0, 1.05

@@ -2,6 +2,7 @@
 
 - ``console``: output, progress bars and errors for people.
 - ``options``: the values of ``--device``, ``--dtype`` and ``--backend``.
+- ``invocation``: how a command's work is run and ends; ``twinkle.exits`` has the codes it ends with.
 - ``models``: from the argument MODEL to a model.
 
 Each command's ``run`` returns the exit code. Importing these modules imports neither torch nor transformers.

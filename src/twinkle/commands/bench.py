@@ -23,12 +23,12 @@ from twinkle.commands.console import (
 )
 from twinkle.commands.options import check_files, parse_device, parse_names
 from twinkle.document import GAP, Part, Text
+from twinkle.exits import FAILED, FINE, INTERRUPTED, NOTHING_RUN
 from twinkle.reasons import did_you_mean
 
 if TYPE_CHECKING:
     from twinkle.bench.results import Run
 
-WRONG_RESULT, NOTHING_MEASURED, INTERRUPTED = 1, 3, 130
 BUDGET = 120.0
 
 
@@ -153,8 +153,8 @@ def exit_code(measured: Run) -> int:
     from twinkle.bench.ops import WRONG
 
     if any(result.note.startswith(WRONG) for result in measured.results):
-        return WRONG_RESULT
-    return 0 if any(result.ms for result in measured.results) else NOTHING_MEASURED
+        return FAILED
+    return FINE if any(result.ms for result in measured.results) else NOTHING_RUN
 
 
 def parts(measured: Run, how: str) -> list[Part]:

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twinkle.commands.bench import INTERRUPTED, NOTHING_MEASURED, WRONG_RESULT
 from twinkle.commands.console import (
     CommandError,
     count,
@@ -25,6 +24,8 @@ from twinkle.commands.console import (
 from twinkle.commands.models import ModelSource, check_memory, find_model
 from twinkle.commands.options import check_files, parse_chain, parse_device, parse_dtype, parse_names
 from twinkle.document import GAP, Part, Text
+from twinkle.exits import FAILED, FINE, INTERRUPTED, NOTHING_RUN
+from twinkle.naming import dtype_name
 from twinkle.reasons import did_you_mean
 
 if TYPE_CHECKING:
@@ -219,7 +220,7 @@ def _settings(asked: Asked, model: Any, shape: str) -> dict[str, Any]:
         "model": _without_folders(asked.model),
         "class": type(model).__name__,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "dtype": str(asked.dtype).removeprefix("torch."),
+        "dtype": dtype_name(asked.dtype),
         "shape": shape,
         "layers": asked.layers,
         "also": list(asked.also),
@@ -231,10 +232,10 @@ def _settings(asked: Asked, model: Any, shape: str) -> dict[str, Any]:
 def exit_code(measured: Run) -> int:
     """Of the results."""
     if not measured.results:
-        return NOTHING_MEASURED
-    from twinkle.bench.model import FAILED
+        return NOTHING_RUN
+    from twinkle.bench import model
 
-    return WRONG_RESULT if any(row.note.startswith(FAILED) for row in measured.results) else 0
+    return FAILED if any(row.note.startswith(model.FAILED) for row in measured.results) else FINE
 
 
 def _parts(measured: Run, model: str, how: str) -> list[Part]:

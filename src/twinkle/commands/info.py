@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform as host
 from collections.abc import Iterator
 from dataclasses import asdict
-from importlib import metadata
 from typing import Any
 
 import twinkle
@@ -13,6 +12,7 @@ from twinkle.commands.console import print_json, quiet_logs, show, stdout
 from twinkle.kernel import registry
 from twinkle.kernel.plugins import declared
 from twinkle.layout import EMPTY_LINE, Block, paragraph, table
+from twinkle.naming import version_of
 from twinkle.platforms import PLATFORMS
 from twinkle.reasons import Reason
 
@@ -38,7 +38,8 @@ def gather() -> dict[str, Any]:
 
     errors = _plugin_errors()
     return {
-        "versions": _versions(),
+        "versions": {"twinkle-kernel": twinkle.__version__, "python": host.python_version()}
+        | {package: version_of(package) for package in PACKAGES},
         "platforms": [
             {
                 "name": platform.name,
@@ -56,17 +57,6 @@ def gather() -> dict[str, Any]:
         ],
         "operators": [asdict(package) for package in catalog.packages()],
     }
-
-
-def _versions() -> dict[str, str | None]:
-    """Of what is installed, read from its metadata: nothing is imported, so a broken package is no obstacle."""
-    found: dict[str, str | None] = {"twinkle-kernel": twinkle.__version__, "python": host.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = None
-    return found
 
 
 def _backends(op: str) -> Iterator[tuple[str, dict[str, Any]]]:

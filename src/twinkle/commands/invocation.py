@@ -9,6 +9,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from twinkle.commands.console import CommandError
+from twinkle.exits import MISUSED
 
 Json = Annotated[bool, typer.Option("--json", help="Print pure JSON on stdout, and no progress bar.")]
 
@@ -19,5 +20,5 @@ def run_command(work: Callable[..., int], *arguments: Any, **options: Any) -> No
         code = work(*arguments, **options)
     except CommandError as error:
         print(f"twinkle-kernel: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
+        raise typer.Exit(MISUSED) from None
     raise typer.Exit(code)

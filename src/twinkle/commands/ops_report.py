@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from twinkle.commands.console import CommandError, print_json, show_parts, stdout
+from twinkle.exits import FAILED, FINE, NOTHING_RUN
 
 
 def run(folder: Path, *, as_json: bool) -> int:
@@ -28,5 +29,5 @@ def run(folder: Path, *, as_json: bool) -> int:
     else:
         print(f"no record in {folder}: no process started with TWINKLE_A1_OPS set and TWINKLE_A1_REPORT_DIR={folder}")
     if facts["problems"] or any(found["errors"] for found in facts["operators"].values()):
-        return 1
-    return 0 if facts["processes"] else 3
+        return FAILED
+    return FINE if facts["processes"] else NOTHING_RUN

@@ -12,6 +12,7 @@ from twinkle.commands.models import find_model
 from twinkle.commands.options import check_files, mapping_for, parse_chain, parse_device, parse_dtype
 from twinkle.document import GAP, Part, Text
 from twinkle.kernel.report_text import concerning, report_parts
+from twinkle.naming import dtype_name
 from twinkle.platforms import platform_of
 
 
@@ -43,7 +44,7 @@ def run(
         "model": model,
         "class": type(built).__name__,
         "parameters": sum(parameter.numel() for parameter in built.parameters()),
-        "dtype": str(built.dtype).removeprefix("torch."),
+        "dtype": dtype_name(built.dtype),
         "backends": list(chain) or None,
         **found,
         "device": planned_for,

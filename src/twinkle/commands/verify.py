@@ -15,7 +15,9 @@ from twinkle.commands.console import first_line, print_json, progress, quiet_log
 from twinkle.commands.models import check_memory, find_model
 from twinkle.commands.options import check_files, mapping_for, parse_chain, parse_device, parse_dtype
 from twinkle.document import GAP, Bar, BarChart, Part, Table, Text
+from twinkle.exits import FAILED, FINE, NOTHING_RUN
 from twinkle.kernel.report_text import reasons, short, unimplemented_line
+from twinkle.naming import dtype_name
 
 if TYPE_CHECKING:
     import torch
@@ -109,9 +111,9 @@ def run(
         outcomes = compare(original, mapping_for(chain), bar)
         bar.remove_task(task)
     code = exit_code(outcomes)
-    name = str(chosen).removeprefix("torch.")
+    name = dtype_name(chosen)
     if as_json:
-        facts = {"model": model, "device": where, "dtype": name, "ok": code == 0}
+        facts = {"model": model, "device": where, "dtype": name, "ok": code == FINE}
         print_json(facts | {"entries": [asdict(outcome) for outcome in outcomes]})
     said = [
         Text(f"{model}: {type(original).__name__} with random weights, {name} on {where} ({how})", "bold"),
@@ -273,15 +275,11 @@ def _equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 def exit_code(outcomes: list[Outcome]) -> int:
     """1: something is off; 3: no kernel was verified; 0: all that were installed are fine."""
     verdicts = [outcome.verdict for outcome in outcomes]
-    return 1 if OFF in verdicts else 0 if OK in verdicts else 3
+    return FAILED if OFF in verdicts else FINE if OK in verdicts else NOTHING_RUN
 
 
 def conclusion(outcomes: list[Outcome], device: str, model: str, chain: Sequence[str] = ()) -> str:
-    """The last line.
-
-    Args:
-        chain: the backends that were asked for.
-    """
+    """The last line; ``chain`` are the backends that were asked for."""
     if not any("." in outcome.target for outcome in outcomes):  # else only what concerns every model, such as sdpa
         return (
             "Nothing was verified: no entry of the default mapping names a part of this model; "
@@ -291,7 +289,7 @@ def conclusion(outcomes: list[Outcome], device: str, model: str, chain: Sequence
         verdict: sum(o.verdict == verdict for o in outcomes if o.target != ALL and not o.unimplemented)
         for verdict in (OK, OFF, UNDECIDED, NOT_CALLED, NOT_INSTALLED)
     }
-    if exit_code(outcomes) == 3:
+    if exit_code(outcomes) == NOTHING_RUN:
         asked = "inductor" in chain
         remedy = "" if asked else "; --backend inductor verifies it with kernels for any device that has a compiler"
         return f"Nothing was verified: no kernel of these chains could be installed and called on {device}{remedy}."

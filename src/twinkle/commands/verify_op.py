@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 from twinkle.commands.console import CommandError, print_json, progress, quiet_logs, show_parts, stdout
 from twinkle.commands.options import parse_chain, parse_device
 from twinkle.document import GAP, Heading, Part, Points, Table, Text
+from twinkle.exits import FAILED, FINE, NOTHING_RUN
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
     from twinkle.kernel.conformance import Finding
-
-NOTHING_RUN = 3
 
 
 def run(
@@ -74,7 +73,7 @@ def run(
     else:
         show_parts(stdout(), _parts(op, backend, where, missing, found))
     states = {finding.state for finding in found}
-    return 1 if "off" in states else 0 if "ok" in states else NOTHING_RUN
+    return FAILED if "off" in states else FINE if "ok" in states else NOTHING_RUN
 
 
 def _data(finding: Finding) -> dict[str, Any]:

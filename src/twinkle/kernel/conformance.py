@@ -29,6 +29,7 @@ from twinkle.kernel.registry import KernelChoice, KernelImpl
 from twinkle.kernel.small_runs import OutOfDomain, Results, gradient_names, rounded, run_call, within_domain
 from twinkle.kernel.targets import ModelIndex, Site, Target, resolve_target
 from twinkle.kernel.verify import allowed_error_used
+from twinkle.naming import dtype_name
 from twinkle.reasons import Reason
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -164,7 +165,7 @@ def findings(op: str, backend: str, impl: KernelImpl, device: torch.device) -> I
         for dtype in DTYPES:
             site = dataclasses.replace(place.site, device=device, dtype=dtype)
             where = str(place.target).removeprefix("transformers.models.")
-            finding = Finding(str(site.variant), str(dtype).removeprefix("torch."), where)
+            finding = Finding(str(site.variant), dtype_name(dtype), where)
             kernel = _loaded(impl, place.target, site)
             if isinstance(kernel, Reason) and kernel.code in ("accepts-failed", "load-failed"):
                 finding.problems.append(str(kernel))

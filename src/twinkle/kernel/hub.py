@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from twinkle.naming import version_of
 from twinkle.reasons import Reason, did_you_mean
 
 
@@ -42,9 +43,10 @@ class HubRef:
         needed = {"revision", "version", "backend", "trust_remote_code"}
         lacking = needed - set(inspect.signature(get_kernel).parameters)
         if lacking:
+            version = version_of("kernels") or "(unknown version)"
             return Reason(
                 "wrong-version",
-                f"kernels {_version()} has no get_kernel({', '.join(sorted(lacking))}=…)",
+                f"kernels {version} has no get_kernel({', '.join(sorted(lacking))}=…)",
                 f"{hint} brings one that has",
             )
         return None
@@ -115,15 +117,6 @@ def _requires_grad(values: tuple[Any, ...]) -> bool:
         if any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors):
             return True
     return False
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("kernels")
-    except PackageNotFoundError:
-        return "(unknown version)"
 
 
 def hub(

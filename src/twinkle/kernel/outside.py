@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from twinkle.kernel.reclass import BOUND_FORWARDS, CONTAINERS, installed_on
+from twinkle.naming import top_package
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +50,7 @@ def _look(model: nn.Module) -> Iterator[Seen]:
         classes |= dict.fromkeys(type(module).__mro__)
     python_modules = {}
     for cls in classes:
-        if cls.__module__.partition(".")[0] in ("torch", "builtins") or installed_on(cls) is not None:
+        if top_package(cls.__module__) in ("torch", "builtins") or installed_on(cls) is not None:
             continue
         yield Seen(f"{cls.__module__}.{cls.__qualname__}", cls, {k: v for k, v in vars(cls).items() if callable(v)})
         python_modules[cls.__module__] = sys.modules.get(cls.__module__)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from twinkle.naming import top_package
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def is_torch_wrapper(cls: type) -> bool:
 
 
 def _from_torch(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] == "torch"
+    return top_package(cls.__module__) == "torch"
 
 
 def peel(cls: type) -> type:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from twinkle.kernel.reclass import peel
+from twinkle.naming import top_package
 from twinkle.reasons import Reason, nearest
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ def _class_target(cls: type, label: str | None = None) -> Target:
 
 
 def _refuse_torch(label: str, module: str) -> None:
-    if module.partition(".")[0] == "torch":
+    if top_package(module) == "torch":
         raise ValueError(
             f"{label} belongs to torch, which every model of the process shares; name the model's own class, method or "
             "function that uses it instead"
@@ -243,7 +244,7 @@ def _find_module(path: str, importing: bool) -> tuple[types.ModuleType | Reason 
                 return Reason.of_error(error, "broken-module", f"importing {name}"), []
         except Exception as error:
             return Reason.of_error(error, "broken-module", f"importing {name}"), []
-    close = nearest(parts[0], {"transformers", *(name.partition(".")[0] for name in list(sys.modules))})
+    close = nearest(parts[0], {"transformers", *map(top_package, list(sys.modules))})
     remedy = f"nearest: {close}" if close else f"install {parts[0]}, or mend the path"
     return Reason("missing", f"there is no Python package {parts[0]!r}", remedy), []
 

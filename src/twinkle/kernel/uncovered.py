@@ -12,6 +12,7 @@ from twinkle.kernel import registry
 from twinkle.kernel.probe import variant_of
 from twinkle.kernel.rows import Uncovered
 from twinkle.kernel.targets import ModelIndex, Unresolved, resolve_target
+from twinkle.naming import top_package
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def uncovered_of(index: ModelIndex, covered: Collection[tuple[Any, str]]) -> lis
 def _classes(index: ModelIndex, covered: Collection[tuple[Any, str]], cache: dict[Hashable, Any]) -> list[Uncovered]:
     found = []
     for cls, instances in index.by_class.items():
-        if _top_package(cls.__module__) == "torch" or (cls, "forward") in covered:
+        if top_package(cls.__module__) == "torch" or (cls, "forward") in covered:
             continue
         label = f"{cls.__module__}.{cls.__qualname__}"
         name, module = instances[0]
@@ -65,10 +66,6 @@ def _words(variant: Any) -> str:
     return ", ".join(texts) or "the usual"
 
 
-def _top_package(module: Any) -> str:
-    return str(module).partition(".")[0]
-
-
 def _key(cls: type, path: str, name: str) -> str:
     """What to write as the mapping's key: the path, or the class where that leads nowhere (made within a function)."""
     try:
@@ -89,7 +86,7 @@ def _functions(index: ModelIndex, covered: Collection[tuple[Any, str]], cache: d
     found = []
     for module_name in sorted(index.python_modules):
         python_module = sys.modules.get(module_name)
-        if python_module is None or _top_package(module_name) == "torch":
+        if python_module is None or top_package(module_name) == "torch":
             continue
         for name, value in sorted(vars(python_module).items()):
             if "rot" not in name.lower() and "rope" not in name.lower():

@@ -18,8 +18,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from twinkle.kernel.ops.moe.experts_reference import WEIGHTS
 from twinkle.moe.dispatch import Dispatch, combine, dispatch
-from twinkle.moe.parts import STACKS, Experts, Part, factors, find_experts
+from twinkle.moe.parts import STACKS, Experts, Part, factors, find_experts, mark, part_of
 
 
 def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, *, dim: str = "ep") -> nn.Module:
@@ -67,7 +68,7 @@ def number_of_experts(module: nn.Module) -> int:
 def _check(experts: Experts, processes: int) -> None:
     name, module, wrappers = experts
     number = number_of_experts(module)
-    if hasattr(module, "_twinkle_part"):
+    if part_of(module) is not None:
         raise ValueError(f"{name}: the experts are shared among processes already")
     if any(isinstance(parameter, DTensor) for parameter in experts.outermost.parameters()):
         raise ValueError(f"{name}: the experts are sharded already; call apply_expert_parallel before fully_shard")
@@ -77,7 +78,7 @@ def _check(experts: Experts, processes: int) -> None:
         if wrapper.num_experts != number:
             raise ValueError(
                 f"{outer}: the adapter of {wrapper.parameter_name} isn't one for each expert, so it can't be shared; "
-                f"adapt {' and '.join(STACKS[:2])} only"
+                f"adapt {' and '.join(WEIGHTS)} only"
             )
 
 
@@ -95,7 +96,7 @@ def _share(experts: Experts, group: dist.ProcessGroup) -> None:
             factor.weight = _cut(factor.weight, part._replace(inner=second))
             factor.out_features, factor.in_features = factor.weight.shape
     module.num_experts = own
-    module._twinkle_part = part
+    mark(module, part)
     module._twinkle_under_way = None
     module.register_forward_pre_hook(_send, with_kwargs=True)
     module.register_forward_hook(_fetch)
@@ -111,7 +112,8 @@ def _send(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
     # Named arguments may come in any order.
     bound = _signature(type(module).forward).bind(module, *args, **kwargs)
     _, x, index, weights = bound.args
-    part: Part = module._twinkle_part
+    part = part_of(module)
+    assert part is not None
     under_way, local = dispatch(x, index, weights, part.experts, part.group)
     module._twinkle_under_way = under_way
     return (under_way.arrived, local[:, None], weights.new_ones(len(local), 1)), {}
@@ -132,4 +134,6 @@ def _fetch(module: Any, args: tuple[Any, ...], results: torch.Tensor) -> torch.T
         # are behind the attributes while they are at work.
         stacks = (getattr(module, name, None) for name in STACKS)
         results = under_way.arrived + sum(stack.flatten()[:0].sum() for stack in stacks if stack is not None)
-    return combine(results, under_way, module._twinkle_part.group)
+    part = part_of(module)
+    assert part is not None
+    return combine(results, under_way, part.group)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from twinkle.moe.parts import Experts, find_experts
+from twinkle.moe.parts import Experts, find_experts, part_of
 
 
 def expert_mesh(ep: int = 1, *, device_type: str) -> DeviceMesh:
@@ -67,7 +67,7 @@ def fully_shard_model(
     if dim not in (mesh.mesh_dim_names or ()):
         raise ValueError(f"the mesh has no dimension {dim!r}; its dimensions: {mesh.mesh_dim_names or 'unnamed'}")
     found = find_experts(model)
-    shared = [experts for experts in found if hasattr(experts.module, "_twinkle_part")]
+    shared = [experts for experts in found if part_of(experts.module) is not None]
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     if len(shared) < len(found) and sizes.get("ep", 1) > 1:
         raise ValueError(f"{found[0].name}: the experts aren't shared yet; call apply_expert_parallel first")

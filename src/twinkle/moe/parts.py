@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-STACKS = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
+from twinkle.kernel.ops.moe.experts_reference import BIASES, WEIGHTS
+
+STACKS = (*WEIGHTS, *BIASES)
 """Parameters of an experts module whose first dimension is the experts."""
 
 
@@ -79,7 +81,7 @@ def find_experts(model: nn.Module) -> list[Experts]:
 
 def is_experts(module: nn.Module) -> bool:
     """Whether a module has the weights of several experts in stacks of its own."""
-    stacks = (module._parameters.get(name) for name in STACKS[:2])
+    stacks = (module._parameters.get(name) for name in WEIGHTS)
     return hasattr(module, "num_experts") and all(stack is not None and stack.dim() == 3 for stack in stacks)
 
 
@@ -103,11 +105,22 @@ def factors(wrapper: Any) -> Iterator[tuple[str, nn.Linear, bool]]:
             yield f"{which}.{adapter}", factor, which == "lora_B"
 
 
+def part_of(module: Any) -> Part | None:
+    """How the stacks of an experts module are in parts; None where the experts aren't shared."""
+    part: Part | None = getattr(module, "_twinkle_part", None)
+    return part
+
+
+def mark(module: Any, part: Part) -> None:
+    """Notes on an experts module that its stacks are in parts."""
+    module._twinkle_part = part
+
+
 def parts(model: nn.Module) -> dict[str, Part]:
     """Name of a parameter that is in parts -> how they lie; empty when the experts aren't shared."""
     found: dict[str, Part] = {}
     for name, module, wrappers in find_experts(model):
-        part: Part | None = getattr(module, "_twinkle_part", None)
+        part = part_of(module)
         if part is None:
             continue
         for stack in STACKS:

@@ -15,9 +15,8 @@ from twinkle.aten.harness.outcome import Outcome
 from twinkle.aten.home import spec_beside
 from twinkle.aten.profiles import Profile, profile
 from twinkle.aten.spec import OperatorSpec
+from twinkle.exits import FAILED, FINE, NOTHING_RUN
 from twinkle.layout import EMPTY_LINE, Block, paragraph, plain, table, width_of_terminal
-
-NOTHING_RUN = 3
 
 LEVELS: dict[str, Callable[[OperatorSpec, Profile], Outcome]] = {
     "kernel": kernel_level.run,
@@ -121,4 +120,4 @@ def _by_kind(problems: Sequence[str]) -> Iterator[str]:
 def exit_code(outcomes: Sequence[dict[str, Any]]) -> int:
     """1 when a check failed, 3 when nothing could be run, else 0."""
     states = {outcome["state"] for outcome in outcomes}
-    return 1 if "failed" in states else 0 if "passed" in states else NOTHING_RUN
+    return FAILED if "failed" in states else FINE if "passed" in states else NOTHING_RUN

@@ -20,11 +20,11 @@ from twinkle.aten import catalog
 from twinkle.aten.harness import framework_level
 from twinkle.aten.harness.outcome import Outcome
 from twinkle.aten.profiles import Profile, profile
+from twinkle.exits import FAILED, FINE, NOTHING_RUN
 from twinkle.layout import plain, table, width_of_terminal
 
 MODES = ("package", "script")
 STAGES = ("import", "register", "execute")
-NOTHING_RUN = 3
 
 _CHILD = """
 import importlib, json, sys
@@ -119,4 +119,4 @@ def main(argv: list[str] | None = None) -> int:
         print(f"all at once in a model: {outcome.state}, {outcome.checks} checks")
         problems += outcome.problems
     print("\n".join(problems) or f"{len(cells)} cells, all passed")
-    return 1 if problems else 0
+    return FAILED if problems else FINE

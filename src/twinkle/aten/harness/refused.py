@@ -14,6 +14,7 @@ import torch
 from twinkle.aten.arguments import Arguments
 from twinkle.aten.harness.cases import cases
 from twinkle.aten.spec import OperatorSpec
+from twinkle.naming import dtype_name
 
 DTYPES = (torch.float32, torch.float64, torch.int64)
 """One tensor of a call is tried in each of them that it doesn't have: another width, another kind of numbers."""
@@ -44,7 +45,7 @@ def _others(given: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Ones, which are in range as indices too."""
     for dtype in DTYPES:
         if dtype is not given.dtype:
-            yield f"in {str(dtype).removeprefix('torch.')}", torch.ones_like(given, dtype=dtype)
+            yield f"in {dtype_name(dtype)}", torch.ones_like(given, dtype=dtype)
     shape = list(given.shape)
     for dimension, size in enumerate(shape):
         longer = [*shape[:dimension], size + 1, *shape[dimension + 1 :]]

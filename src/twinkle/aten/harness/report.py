@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import platform as host
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from twinkle.aten.profiles import Profile
 from twinkle.aten.spec import OperatorSpec
+from twinkle.naming import version_of
 
 PACKAGES = ("torch", "triton", "transformers")
 
@@ -71,10 +71,5 @@ def _listed(values: dict[str, Any]) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": host.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    found = {package: version_of(package) for package in PACKAGES}
+    return {"python": host.python_version(), **{name: version for name, version in found.items() if version}}

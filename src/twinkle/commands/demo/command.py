@@ -16,6 +16,7 @@ from twinkle.commands.demo.terminal import show
 from twinkle.commands.demo.text import documents
 from twinkle.commands.models import require_transformers
 from twinkle.commands.options import check_writable, parse_chain, parse_device
+from twinkle.exits import FAILED, FINE
 
 OWN_FOLDER = Path("out")
 """Where the page goes by default: the only folder that is made."""
@@ -39,13 +40,13 @@ def run(*, steps: int, seconds: float, html: Path, device: str | None, backends:
         outcome = train_both(steps, seconds, where, chain)
     except WorkerFailed as failure:
         print(f"{failure.trace}\ntwinkle-kernel: {failure}", file=sys.stderr)
-        return 1
+        return FAILED
     console = stdout()
     with kept("--html", html, lambda file: file.write_text(page(outcome), encoding="utf-8"), silent=True):
         show(console, outcome)
     took = time.perf_counter() - started
     console.print(f"\nReport: {html} ({took:.0f} s in all)", style="bold", soft_wrap=True)
-    return 0 if outcome.passed() else 1
+    return FINE if outcome.passed() else FAILED
 
 
 def train_both(steps: int, seconds: float, device: str, chain: tuple[str, ...]) -> Outcome:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from torch.compiler import is_compiling
 
 from twinkle.kernel.ops.torch_support import transformed
 from twinkle.kernel.ops.triton_support import DTYPES
+from twinkle.naming import version_of
 from twinkle.reasons import Reason
 from twinkle.triton_programs import device_types, interpreted, on_device
 
@@ -78,14 +78,9 @@ def _missing(symbols: tuple[str, ...]) -> Reason | None:
     absent = [name for name in symbols if not hasattr(ops, name)]
     if not absent:
         return None
-    return Reason("no-symbol", f"liger_kernel.ops{_version()} has no {', '.join(absent)}", "wanted: liger-kernel>=0.8")
-
-
-def _version() -> str:
-    try:
-        return f" of liger-kernel {importlib.metadata.version('liger-kernel')}"
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    version = version_of("liger-kernel")
+    of_version = f" of liger-kernel {version}" if version else ""
+    return Reason("no-symbol", f"liger_kernel.ops{of_version} has no {', '.join(absent)}", "wanted: liger-kernel>=0.8")
 
 
 @functools.cache

@@ -43,11 +43,6 @@ def not_faster(op: str, site: Site) -> Reason | None:
     )
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.float32`` -> ``float32``."""
-    return str(dtype).removeprefix("torch.")
-
-
 def transformed() -> str | None:
     """Why no autograd.Function of ours can serve this call, whatever its tensors; None for the ordinary one.
 

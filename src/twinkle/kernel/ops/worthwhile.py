@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch.compiler import is_compiling
 
+from twinkle.naming import dtype_name
+
 
 class Least(NamedTuple):
     """How many elements the input needs; with ``in_training``, only where gradients are recorded."""
@@ -55,7 +57,7 @@ def slower_for(op: str, backend: str) -> Callable[[torch.Tensor], str | None]:
         if _every_size or is_compiling():
             return None
         if x.dtype in dtypes.get(kind, ()):
-            return f"in {str(x.dtype).removeprefix('torch.')}, for which the original is faster"
+            return f"in {dtype_name(x.dtype)}, for which the original is faster"
         least = rules.get(kind)
         if least is None or x.numel() >= least.elements:
             return None

@@ -27,6 +27,7 @@ from twinkle.kernel.ops.hooks import hooks_for_all, hooks_on
 from twinkle.kernel.ops.torch_support import transformed
 from twinkle.kernel.reclass import own_forward, peel
 from twinkle.kernel.undo import active_transaction, patch_method
+from twinkle.naming import top_package
 from twinkle.reasons import Reason
 
 NOTE = "in training, called with labels, the model returns None as its logits; otherwise it is as ever"
@@ -95,7 +96,7 @@ def _obstacle(model: nn.Module, head: nn.Module, path: str) -> Reason | None:
     if sharded is not None and issubclass(cls, sharded):
         return Reason("head", f"its head {path} is sharded for itself", "call kernelize() before fully_shard()")
     if cls is not nn.Linear:
-        adapted = cls.__module__.partition(".")[0] == "peft"
+        adapted = top_package(cls.__module__) == "peft"
         hint = "leave the head out of the adapter" if adapted else None
         text = f"its head {path} is a {cls.__module__}.{cls.__qualname__}, no plain torch.nn.Linear"
         return Reason("head", text, hint)

@@ -18,8 +18,9 @@ from twinkle.gradients import gradients_with_graph
 from twinkle.kernel.ops.derived import layer
 from twinkle.kernel.ops.rms_norm.gated_reference import GatedRMSNormVariant, gated_rms_norm
 from twinkle.kernel.ops.rms_norm.reference import RMSNormVariant, rms_norm
-from twinkle.kernel.ops.torch_support import dtype_name, not_faster, transformed
+from twinkle.kernel.ops.torch_support import not_faster, transformed
 from twinkle.kernel.ops.worthwhile import slower_for
+from twinkle.naming import dtype_name
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
