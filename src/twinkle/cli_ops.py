@@ -42,11 +42,13 @@ def ops_new(
     """Makes the package of a new operator, which can be run and checked at once.
 
     Its kernel is PyTorch's own decomposition of the operator, until you write
-    another. The operator is added to pyproject.toml.
+    another. The operator is added to the pyproject.toml beside the folder, whose
+    name the package has: --folder chip_ops makes chip_ops.silu.
 
     [bold]Examples[/]
       twinkle-kernel ops new silu
       twinkle-kernel ops new mish --schema "mish(Tensor self) -> Tensor"
+      twinkle-kernel ops new mish --folder chip_ops
     """
     from twinkle.commands.ops import new
 
