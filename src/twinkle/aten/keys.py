@@ -110,6 +110,13 @@ def effective_keys(overload: torch._ops.OpOverload, platform: Platform) -> tuple
     return (platform.autograd_key, platform.dispatch_key) if both else (platform.dispatch_key,)
 
 
+def is_dispatched(overload: torch._ops.OpOverload) -> bool:
+    """Whether the dispatcher knows an overload: some exist in TorchScript only, and it raises when asked about them."""
+    import torch
+
+    return torch._C._dispatch_has_kernel(overload.name())
+
+
 def _has_kernel(overload: torch._ops.OpOverload, key: str) -> bool:
     import torch
 

@@ -9,6 +9,7 @@ import torch
 from twinkle.aten import catalog
 from twinkle.aten.errors import RegistrationError
 from twinkle.aten.gradients import decomposition
+from twinkle.aten.keys import is_dispatched
 from twinkle.reasons import Reason, did_you_mean
 
 TYPES = {
@@ -47,8 +48,7 @@ def overload_of(name: str, schema: str | None) -> torch._ops.OpOverload:
         known = [found.removeprefix("aten::").partition(".")[0] for found in torch._C._dispatch_get_all_op_names()]
         raise error(name, "unknown-operator", f"PyTorch has no aten::{name}{did_you_mean(name, known)}")
     every = [getattr(packet, each) for each in packet.overloads()]
-    # Some exist in TorchScript only: no kernel can be registered for what the dispatcher doesn't know.
-    overloads = [each for each in every if torch._C._dispatch_has_kernel(each.name())]
+    overloads = [each for each in every if is_dispatched(each)]
     wanted = None if schema is None else schema.removeprefix("aten::").strip()
     if not overloads or any(text_of(each) == wanted for each in every if each not in overloads):
         raise error(name, "kind", "PyTorch's dispatcher doesn't know it: it exists in TorchScript only")
