@@ -95,7 +95,9 @@ ENGINES = ("transformers", "vllm")
 """What the framework level can run."""
 
 
-def run(names: Sequence[str], *, level: str, engine: str, device: str, report: bool, as_json: bool) -> int:
+def run(
+    names: Sequence[str], *, level: str, engine: str, device: str, time_limit: float, report: bool, as_json: bool
+) -> int:
     """Runs the checks and prints what they found.
 
     Returns:
@@ -103,8 +105,10 @@ def run(names: Sequence[str], *, level: str, engine: str, device: str, report: b
 
     Raises:
         CommandError: an unknown operator, level, engine or device profile, an unusable list of inputs or declaration of
-            an operator, or a package is missing.
+            an operator, no time, or a package is missing.
     """
+    if not time_limit > 0:
+        raise CommandError(f"a time limit is a number of seconds above 0, not {time_limit:g}")
     specs, chip, chosen = _chosen(names, level, device)
     if engine not in ENGINES:
         raise CommandError(f"unknown engine {engine!r}; known: {', '.join(ENGINES)}{did_you_mean(engine, ENGINES)}")
@@ -120,7 +124,7 @@ def run(names: Sequence[str], *, level: str, engine: str, device: str, report: b
             for name, check in chosen.items():
                 bar.update(task, description=f"{spec.name}: {name} level")
                 try:
-                    outcomes.append(check(spec, chip).to_dict())
+                    outcomes.append(check(spec, chip, seconds=time_limit).to_dict())
                 except (InputsError, RegistrationError) as error:
                     raise CommandError(str(error)) from error
                 bar.advance(task)
