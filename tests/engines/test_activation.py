@@ -144,7 +144,6 @@ def test_a_folder_that_fails_costs_one_warning(why: str, tmp_path: Path) -> None
             {"OPS": "All", "PLATFORM": "cpu"},
             "'All' is no operator, and a list holds only those .did you mean 'all' itself",
         ),
-        ({"OPS": "clone copy_", "PLATFORM": "cpu"}, r"several are a list: \['clone', 'copy_'\]"),
         ({"OPS": "clone,empty", "PLATFORM": "cpu"}, "empty is not registered, by design"),
         ({"OPS": "clone", "PLATFORM": "cpu", "ON_ERROR": "stopp"}, "report or stop, not 'stopp'; did you mean 'stop'"),
     ],
@@ -177,6 +176,12 @@ def test_a_device_profile_names_the_platform_and_the_modes(carry_out: Carry, tmp
     assert process["platform"] == "cpu"
     assert {name: of["mode"] for name, of in process["operators"].items()} == {"clone": "native", "copy_": "auto"}
     assert merged(tmp_path / "reports")["operators"]["clone"]["fallbacks"] == {"native-mode": 1}
+
+
+@pytest.mark.parametrize("names", ["clone,copy_", " clone , copy_,", "clone copy_"])
+def test_names_have_commas_or_spaces_between(names: str, carry_out: Carry) -> None:
+    carried = carry_out(OPS=names, PLATFORM="cpu")
+    assert carried.installation is not None and list(carried.installation.registrations) == ["clone", "copy_"]
 
 
 def test_an_operator_that_comes_along_is_told_too(carry_out: Carry, tmp_path: Path) -> None:

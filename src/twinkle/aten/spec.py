@@ -243,7 +243,7 @@ class OperatorSpec:
 
         return register(self, dispatch_key, counter, platform)
 
-    def aten(self, *args: Any, **kwargs: Any) -> Any:
+    def aten(self, /, *args: Any, **kwargs: Any) -> Any:
         """The operator by its own kernel, without registering anything: the same arguments, the same result.
 
         Calls that the kernel doesn't take go to PyTorch's own operator.

@@ -1,7 +1,7 @@
 """What the environment asks for, carried out in this process, and told.
 
 ========================= ==============================================================================================
-``TWINKLE_A1_OPS``        operators, with commas between, or ``all``; without it there are none
+``TWINKLE_A1_OPS``        operators, with commas or spaces between, or ``all``; without it there are none
 ``TWINKLE_A1_PLATFORM``   a platform's name or alias, or a device profile's
 ``TWINKLE_A1_REPORT_DIR`` the folder for records and counts; without it both stay in the process
 ``TWINKLE_A1_ON_ERROR``   ``report`` (the default): the process goes on without our operators; ``stop``: it ends
@@ -200,7 +200,7 @@ def _install(complete: bool) -> tuple[Installation, str]:
     from twinkle.aten import install
     from twinkle.aten.errors import RegistrationError
 
-    names = [name.strip() for name in os.environ[OPERATORS].split(",") if name.strip()]
+    names = os.environ[OPERATORS].replace(",", " ").split()
     if not names:
         raise ValueError(f"{OPERATORS}={os.environ[OPERATORS]!r} names no operator")
     if "auto" in names:
