@@ -231,6 +231,12 @@ else:
 """
 
 
+LATER = """
+    from ops.clone import register_a1
+    print(register_a1(platform="cpu").compiled_before)
+"""
+
+
 @pytest.mark.slow
 def test_code_that_an_earlier_process_compiled_is_noticed_too(tmp_path: Path) -> None:
     """An engine's warm start: no tracer runs in this process."""
@@ -240,6 +246,8 @@ def test_code_that_an_earlier_process_compiled_is_noticed_too(tmp_path: Path) ->
     assert saved.returncode == 0, saved.stderr
     loaded = run_python("-c", AHEAD_OF_TIME, "load", str(tmp_path / "work"), OPS="clone", PLATFORM="cpu")
     assert loaded.stdout.split() == ["[True]", "False"], loaded.stderr
+    later = run_python("-c", AHEAD_OF_TIME.replace("    register()\n", "") + LATER, "load", str(tmp_path / "work"))
+    assert later.stdout.splitlines()[-1] == "True" and "something was compiled before its kernel" in later.stderr
 
 
 # --- counts in files --------------------------------------------------------------------------------------------------
