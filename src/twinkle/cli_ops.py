@@ -42,11 +42,13 @@ def ops_new(
     """Makes the package of a new operator, which can be run and checked at once.
 
     Its kernel is PyTorch's own decomposition of the operator, until you write
-    another. The operator is added to pyproject.toml.
+    another. The operator is added to the pyproject.toml beside the folder, whose
+    name the package has: --folder chip_ops makes chip_ops.silu.
 
     [bold]Examples[/]
       twinkle-kernel ops new silu
       twinkle-kernel ops new mish --schema "mish(Tensor self) -> Tensor"
+      twinkle-kernel ops new mish --folder chip_ops
     """
     from twinkle.commands.ops import new
 
@@ -63,6 +65,9 @@ def ops_run(
         str, typer.Option("--engine", help="What the framework level runs: transformers or vllm.")
     ] = "transformers",
     device: Annotated[str, typer.Option("--device", metavar="PROFILE", help="A profile, alias or file.")] = "cpu",
+    time_limit: Annotated[
+        float, typer.Option("--time-limit", metavar="SECONDS", help="For one operator at one level.")
+    ] = 1200.0,
     report: Annotated[
         bool, typer.Option("--report", help="Also write the operators' reports/PROFILE.json and REPORT.md.")
     ] = False,
@@ -75,6 +80,7 @@ def ops_run(
     PyTorch's own. The framework level trains and runs a small Qwen3 with and
     without it, in processes of their own; with --engine vllm a real vLLM
     generates with and without all of the operators, where vLLM is installed.
+    What isn't done within the time limit is a failed check.
 
     The exit code is 1 when a check failed and 3 when nothing could be run.
 
@@ -86,7 +92,8 @@ def ops_run(
     """
     from twinkle.commands.ops import run
 
-    run_command(run, operators or (), level=level, engine=engine, device=device, report=report, as_json=json)
+    chosen = {"level": level, "engine": engine, "device": device, "time_limit": time_limit}
+    run_command(run, operators or (), **chosen, report=report, as_json=json)
 
 
 @ops_app.command("report")

@@ -73,6 +73,29 @@ def test_compiling_after_close(chip: Profile) -> None:
         assert torch.equal(torch.compile(work, backend="aot_eager")(x), work(x))
 
 
+def test_what_was_compiled_before_goes_around_the_kernel_and_that_is_said(
+    chip: Profile, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once for all that is registered; after the remedy it is compiled anew, and nothing has to be said."""
+    compiled = torch.compile(USES["silu"], backend="inductor" if not SIMULATED else "aot_eager")
+    x = torch.randn(4, 3, device=DEVICE)
+    compiled(x)
+    with catalog.operator("silu").register_a1(platform=chip.platform) as registration:
+        assert registration.compiled_before and not registration.counts.compiled
+        compiled(x)
+        assert SIMULATED or registration.counter["n"] == 0
+        with catalog.operator("clone").register_a1(platform=chip.platform) as other:
+            assert other.compiled_before
+    (said,) = (record.getMessage() for record in caplog.records if record.name == "twinkle.aten")
+    assert said.startswith("silu: something was compiled before its kernel was registered, and code made by inductor")
+    assert "register first, or call torch._dynamo.reset() now" in said
+    caplog.clear()
+    torch._dynamo.reset()
+    with catalog.operator("silu").register_a1(platform=chip.platform) as registration:
+        assert not registration.compiled_before
+    assert "compiled before" not in caplog.text
+
+
 def test_nothing_is_said_where_nothing_was_compiled(chip: Profile, caplog: pytest.LogCaptureFixture) -> None:
     with catalog.operator("clone").register_a1(platform=chip.platform) as registration:
         torch.ones(2, device=DEVICE).clone()

@@ -22,6 +22,7 @@ from twinkle.aten.arguments import Arguments
 from twinkle.aten.harness.cases import benchmark_cases, cases
 from twinkle.aten.scaffold import calls
 from twinkle.aten.shipped import FOLDERS, shipped
+from twinkle.aten.spec import OperatorSpec
 from twinkle.cli import app
 
 pytestmark = pytest.mark.skipif(INTERPRETED or DEVICE != "cpu", reason="files are the same on every device")
@@ -188,13 +189,13 @@ def test_where_no_call_is_found_the_line_to_write_is_named(tmp_path: Path) -> No
 
 
 def test_a_view_is_no_new_tensor() -> None:
-    with pytest.raises(RegistrationError, match="^t: it makes no new tensor, or several"):
+    with pytest.raises(RegistrationError, match="^t: it makes no new tensor, or several, or takes none"):
         scaffold.overload_of("t", None)
 
 
 def test_silu_is_what_came_of_it(tmp_path: Path) -> None:
     """The worked example began with these very files: what nobody had to write is the same."""
-    made = scaffold.make(scaffold.overload_of("silu", "aten::silu(Tensor self) -> Tensor"), tmp_path)
+    made = scaffold.make(scaffold.overload_of("silu", "aten::silu(Tensor self) -> Tensor"), tmp_path / "ops")
     kept = ["__init__.py", "example.py", "kernel/torch_level.py", "goldendata/inputs_spec.yaml"]
     kept += [f"test/{level}_level.py" for level in ("kernel", "op", "framework")]
     for file in kept:
@@ -212,7 +213,11 @@ def test_silu_is_what_came_of_it(tmp_path: Path) -> None:
             ["silu", "--schema", "silu(Tensor x) -> Tensor"],
             "has this schema; there are:\n  silu(Tensor self) -> Tensor",
         ),
-        (["item"], "item: it makes no new tensor, or several (begin with a copy of ops/copy_ or ops/item)"),
+        (
+            ["item"],
+            "it makes no new tensor, or several, or takes none by itself (begin with a copy of ops/copy_ or ops/item)",
+        ),
+        (["clone"], "clone: there is one already, and two can't be told apart: ops.clone.register:SPEC of "),
         (["silu", "--folder", "no/such"], "no folder no/such: run this where the operators' folder is, or name it"),
     ],
 )
@@ -230,13 +235,24 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
     assert (package / "reference.py").read_text() == "mine"
 
 
-def test_an_operator_is_listed_once(tmp_path: Path) -> None:
-    project = tmp_path / "pyproject.toml"
-    project.write_text('[project.entry-points."twinkle.aten_ops"]\nclone = "x"\ntanh = "x"\n\n[tool]\nx = 1\n')
-    for _ in range(2):
-        assert scaffold.add_entry_point("silu", project) == 'silu = "ops.silu.register:SPEC"'
-    lines = 'clone = "x"\nsilu = "ops.silu.register:SPEC"\ntanh = "x"\n'
-    assert project.read_text() == f'[project.entry-points."twinkle.aten_ops"]\n{lines}\n[tool]\nx = 1\n'
+def test_whether_a_kernel_is_to_be_written_is_said_at_once(tmp_path: Path) -> None:
+    made = new("mm", "--folder", str(tmp_path)).stdout
+    kernel = tmp_path / "mm" / "kernel" / "torch_level.py"
+    assert f"PyTorch takes mm apart no further: its kernel is to be written, in {kernel}." in made
+    assert "takes mish apart" not in new("mish", "--folder", str(tmp_path)).stdout
+
+
+def test_no_kernel_is_made_for_what_exists_in_torchscript_only(clone: OperatorSpec, tmp_path: Path) -> None:
+    """No call of such an overload reaches the dispatcher, which raises for every question about it."""
+    only = torch.ops.aten._unsafe_index.Tensor_hacked_twin
+    schema = str(only._schema).removeprefix("aten::")
+    made = new("_unsafe_index", "--schema", schema, "--folder", str(tmp_path))
+    assert made.exit_code == 2 and "PyTorch's dispatcher doesn't know it: it exists in TorchScript only" in made.stderr
+    assert "takes none by itself" in new("einsum", "--folder", str(tmp_path)).stderr, "einsum.sublist is another such"
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(RegistrationError, match="_unsafe_index: this PyTorch .* were written for: none") as error:
+        replace(clone, schema=schema).register_a1(platform="cpu")
+    assert error.value.code == "schema"
 
 
 def test_a_built_package_has_the_files_where_they_are_looked_for() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +22,7 @@ from tests.aten.conftest import PROFILE, ROOT, TRITON
 from twinkle.aten import Home, Kernel, Profile, catalog
 from twinkle.aten.harness import report
 from twinkle.aten.harness.outcome import Outcome
+from twinkle.aten.registration import active
 from twinkle.aten.spec import OperatorSpec
 from twinkle.cli import app
 
@@ -67,6 +70,26 @@ def test_a_failed_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_level, "empty_strided_torch", lambda *a, **k: right(*a, **k).unsqueeze(0))
     result = run("run", "empty_strided", "--level", "kernel", "--device", PROFILE)
     assert result.exit_code == 1 and "shape torch.Size([1, 3, 1050]), expected" in result.output
+
+
+def test_what_does_not_end_is_a_failed_check_that_says_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The levels catch what a kernel raises, and go on: not this. Nothing stays registered. When the kernel is reached
+    the time is as good as over, however long it took until then."""
+    from ops.empty_strided.kernel import torch_level
+
+    right: Callable[..., Any] = torch_level.empty_strided_torch
+    forever = "def empty_strided_torch(*arguments, **others):\n    soon()\n    while True:\n        sleep(1)\n"
+    names: dict[str, Any] = {"sleep": time.sleep, "soon": lambda: signal.setitimer(signal.ITIMER_REAL, 0.1)}
+    exec(compile(forever, torch_level.__file__, "exec"), names)
+    monkeypatch.setattr(torch_level, "empty_strided_torch", names["empty_strided_torch"])
+    for level in ("kernel", "op"):
+        result = run("run", "empty_strided", "--level", level, "--device", PROFILE, "--time-limit", "500")
+        assert result.exit_code == 1, result.output
+        assert "it was not done within 500 s; it was at empty_strided/kernel/torch_level.py:4" in result.output
+    assert active() == [] and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    monkeypatch.setattr(torch_level, "empty_strided_torch", right)
+    assert run("run", "empty_strided", "--level", "kernel", "--device", PROFILE, "--time-limit", "60").exit_code == 0
+    assert "above 0, not 0" in run("run", "--time-limit", "0").stderr
 
 
 def test_a_device_that_is_not_here() -> None:

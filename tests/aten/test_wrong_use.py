@@ -89,6 +89,27 @@ def test_operators_are_names(operators: Any) -> None:
     assert error.value.code == "bad-argument" and active() == []
 
 
+@pytest.mark.parametrize(
+    ("operators", "message"),
+    [
+        ("All", "install: 'All' is no operator .did you mean 'all' itself"),
+        (["all"], "install: 'all' is no operator, and a list holds only those .did you mean 'all' itself"),
+        (
+            "clone,contiguous",
+            r"install: .* is one name, and no operator's .several are a list: \['clone', 'contiguous'\]",
+        ),
+        (["clone", "copy_ silu"], r"install: 'copy_ silu' is .* list: \['copy_', 'silu'\]"),
+        ("clon", "clon: no such operator; known: .*did you mean 'clone'"),
+        ([], "install: no operator is named"),
+        ("", "no operator is named"),
+    ],
+)
+def test_what_was_meant_is_said(operators: Any, message: str) -> None:
+    with pytest.raises(RegistrationError, match=message):
+        install(operators, platform="cpu")
+    assert active() == []
+
+
 @pytest.mark.parametrize("operators", [("clone",), {"clone"}, {"clone": 1}.keys()])
 def test_any_collection_of_names_will_do(operators: Any) -> None:
     with install(operators, platform="cpu") as installed:

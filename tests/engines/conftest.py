@@ -24,7 +24,7 @@ def carry_out(monkeypatch: pytest.MonkeyPatch) -> Iterator[Carry]:
         made[-1].carry_out()
         return made[-1]
 
-    for name in ("OPS", "PLATFORM", "REPORT_DIR", "ON_ERROR", "REPORT_FAILED"):
+    for name in ("OPS", "PLATFORM", "REPORT_DIR", "ON_ERROR", "REPORT_FAILED", "WISHES_FAILED"):
         monkeypatch.setenv(f"TWINKLE_A1_{name}", "")  # so that what is set meanwhile is taken back
         monkeypatch.delenv(f"TWINKLE_A1_{name}")
     yield carry

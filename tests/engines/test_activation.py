@@ -58,13 +58,42 @@ def test_spawned_forked_and_killed_processes_have_told_all(tmp_path: Path) -> No
     }  # fmt: skip
 
 
-def test_without_the_variable_nothing_is_there(tmp_path: Path) -> None:
+def test_without_the_variables_nothing_is_there() -> None:
     code = "import sys; from twinkle.engines.vllm import register; register(); print(sorted(sys.modules))"
-    done = run_python("-c", code, PLATFORM="cpu", REPORT_DIR=tmp_path)
+    done = run_python("-c", code)
     assert (done.returncode, done.stderr) == (0, "")
     loaded = {name for name in eval(done.stdout) if name.partition(".")[0] in ("twinkle", "torch", "ops")}
     assert loaded == {"twinkle", "twinkle.engines", "twinkle.engines.vllm"}
-    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("wishes", "said"),
+    [
+        (
+            {"PLATFORM": "cpu", "REPORT_DIR": "out"},
+            "TWINKLE_A1_PLATFORM, TWINKLE_A1_REPORT_DIR: set, but TWINKLE_A1_OPS is not, so that no operator is "
+            "activated",
+        ),
+        ({"OP": "clone"}, "TWINKLE_A1_OP is no variable of ours; did you mean 'TWINKLE_A1_OPS'?"),
+        (
+            {"OPS": "", "ONERROR": "stop"},
+            "TWINKLE_A1_ONERROR is no variable of ours; did you mean 'TWINKLE_A1_ON_ERROR'?",
+        ),
+        ({"OPS": "", "PLATFORM": "cpu", "REPORT_DIR": "out"}, None),
+    ],
+)
+def test_wishes_that_nobody_carries_out_cost_one_warning(
+    wishes: dict[str, str], said: str | None, tmp_path: Path
+) -> None:
+    """One for the run, in whose processes the plug-in is called twice each. PyTorch isn't imported for it."""
+    code = (
+        "import subprocess, sys; from twinkle.engines.vllm import register; register(); register(); "
+        "print('torch' in sys.modules, flush=True); "
+        "len(sys.argv) > 2 or subprocess.run([sys.executable, '-c', sys.argv[1], sys.argv[1], 'child'])"
+    )
+    done = run_python("-c", code, code, **wishes)
+    assert done.returncode == 0 and done.stdout.split() == ["False", "False"], done.stderr
+    assert done.stderr.splitlines() == ([] if said is None else [said])
 
 
 FAILING = {
@@ -111,6 +140,10 @@ def test_a_folder_that_fails_costs_one_warning(why: str, tmp_path: Path) -> None
         ({"OPS": " , ", "PLATFORM": "cpu"}, "names no operator"),
         ({"OPS": "all,clone", "PLATFORM": "cpu"}, "all, or names of operators, not both"),
         ({"OPS": "auto", "PLATFORM": "cpu"}, "would measure in every process"),
+        (
+            {"OPS": "All", "PLATFORM": "cpu"},
+            "'All' is no operator, and a list holds only those .did you mean 'all' itself",
+        ),
         ({"OPS": "clone,empty", "PLATFORM": "cpu"}, "empty is not registered, by design"),
         ({"OPS": "clone", "PLATFORM": "cpu", "ON_ERROR": "stopp"}, "report or stop, not 'stopp'; did you mean 'stop'"),
     ],
@@ -127,9 +160,10 @@ def test_an_error_is_reported_and_the_process_goes_on(
     assert CliRunner().invoke(app, ["ops", "report", str(tmp_path)]).exit_code == 1
 
 
-def test_an_error_stops_the_process_where_that_is_asked_for(carry_out: Carry, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stop", ["stop", "Stop", " STOP "])
+def test_an_error_stops_the_process_where_that_is_asked_for(stop: str, carry_out: Carry, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="did you mean 'clone'"):
-        carry_out(OPS="clon", PLATFORM="cpu", ON_ERROR="stop", REPORT_DIR=tmp_path)
+        carry_out(OPS="clon", PLATFORM="cpu", ON_ERROR=stop, REPORT_DIR=tmp_path)
     assert "did you mean 'clone'" in merged(tmp_path)["problems"][0], "the record was written before"
 
 
@@ -142,6 +176,12 @@ def test_a_device_profile_names_the_platform_and_the_modes(carry_out: Carry, tmp
     assert process["platform"] == "cpu"
     assert {name: of["mode"] for name, of in process["operators"].items()} == {"clone": "native", "copy_": "auto"}
     assert merged(tmp_path / "reports")["operators"]["clone"]["fallbacks"] == {"native-mode": 1}
+
+
+@pytest.mark.parametrize("names", ["clone,copy_", " clone , copy_,", "clone copy_"])
+def test_names_have_commas_or_spaces_between(names: str, carry_out: Carry) -> None:
+    carried = carry_out(OPS=names, PLATFORM="cpu")
+    assert carried.installation is not None and list(carried.installation.registrations) == ["clone", "copy_"]
 
 
 def test_an_operator_that_comes_along_is_told_too(carry_out: Carry, tmp_path: Path) -> None:
@@ -191,6 +231,12 @@ else:
 """
 
 
+LATER = """
+    from ops.clone import register_a1
+    print(register_a1(platform="cpu").compiled_before)
+"""
+
+
 @pytest.mark.slow
 def test_code_that_an_earlier_process_compiled_is_noticed_too(tmp_path: Path) -> None:
     """An engine's warm start: no tracer runs in this process."""
@@ -200,6 +246,8 @@ def test_code_that_an_earlier_process_compiled_is_noticed_too(tmp_path: Path) ->
     assert saved.returncode == 0, saved.stderr
     loaded = run_python("-c", AHEAD_OF_TIME, "load", str(tmp_path / "work"), OPS="clone", PLATFORM="cpu")
     assert loaded.stdout.split() == ["[True]", "False"], loaded.stderr
+    later = run_python("-c", AHEAD_OF_TIME.replace("    register()\n", "") + LATER, "load", str(tmp_path / "work"))
+    assert later.stdout.splitlines()[-1] == "True" and "something was compiled before its kernel" in later.stderr
 
 
 # --- counts in files --------------------------------------------------------------------------------------------------

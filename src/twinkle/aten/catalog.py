@@ -81,6 +81,16 @@ def operator(name: str) -> OperatorSpec:
     return spec
 
 
+def brought_by(name: str) -> str | None:
+    """Where an operator comes from, nothing of it being imported; None where no entry point names it."""
+    found = [entry for entry in metadata.entry_points(group=GROUP) if entry.name == name]
+    if not found:
+        return None
+    entry = found[0]
+    of = "" if entry.dist is None else f" of the distribution {entry.dist.name}"
+    return f"{entry.value}{of}, from {_place(entry.module.partition('.')[0]) or 'a package that is not on the path'}"
+
+
 def packages() -> list[Package]:
     """All packages that entry points name, the operators in them imported."""
     by_package: dict[str, list[str]] = {}

@@ -19,13 +19,22 @@ def _serving_on(spec: OperatorSpec, device_type: str) -> Serving | None:
 
 
 def call(spec: OperatorSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operator by its own kernel where that takes the call, else by PyTorch."""
-    served = _serving_on(spec, _device_type(args, kwargs))
-    if served is not None:
-        values = served.arguments.bind(args, kwargs)
-        if interference(at_autograd=True) is None and served.refusal(values) is served.ungradable(values) is None:
-            return served.run_with_gradient(values)
+    """An operator by its own kernel where that takes the call, else by PyTorch, which also refuses what it refuses."""
+    if _is_a_call_of(spec.overload, args, kwargs):
+        served = _serving_on(spec, _device_type(args, kwargs))
+        if served is not None:
+            values = served.arguments.bind(args, kwargs)
+            if interference(at_autograd=True) is None and served.refusal(values) is served.ungradable(values) is None:
+                return served.run_with_gradient(values)
     return spec.native(*args, **kwargs)
+
+
+def _is_a_call_of(overload: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether arguments are such as the schema has: PyTorch's own reading of them, which a call makes too."""
+    try:
+        return torch._C._check_schema_allow_fake_script_object(overload._schema, *args, **kwargs)
+    except Exception:  # whatever it raises there: the call itself has the right words
+        return False
 
 
 def _device_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -13,7 +14,10 @@ from twinkle.aten.profiles import Profile
 from twinkle.aten.registration import Registration, register
 from twinkle.aten.spec import OperatorSpec
 from twinkle.platforms import Platform
-from twinkle.reasons import Reason, did_you_mean
+from twinkle.reasons import Reason, did_you_mean, nearest
+
+WORDS = ("all", "auto")
+"""What stands for a choice of operators."""
 
 
 class Installation(Handle):
@@ -62,8 +66,9 @@ def install(
             ``"auto"``.
 
     Raises:
-        RegistrationError: an unknown mode, a mode for an operator that isn't installed, one whose list of timed calls
-            can't be used, or one that can't be registered; those before it were taken back.
+        RegistrationError: no operator is named, or an unknown one; an unknown mode, a mode for an operator that isn't
+            installed, an operator whose list of timed calls can't be used, or one that can't be registered; those
+            before it were taken back.
         NotRegistrableError: one of them isn't registered by design; likewise.
     """
     if not (modes is None or isinstance(modes, Mapping)):
@@ -102,7 +107,7 @@ def _meant(operators: Any) -> tuple[list[OperatorSpec], dict[str, Reason]]:
     Raises:
         RegistrationError: one that is named can't be had, or none of all.
     """
-    if operators in ("all", "auto"):
+    if operators in WORDS:
         every, broken = [], dict[str, RegistrationError]()
         for name in catalog.chosen():
             try:
@@ -113,11 +118,27 @@ def _meant(operators: Any) -> tuple[list[OperatorSpec], dict[str, Reason]]:
             raise next(iter(broken.values()))
         fit = [spec for spec in every if spec.by_design is spec.caution is None]
         return fit, {name: error.reason for name, error in broken.items()}
-    listed = [operators] if isinstance(operators, str) else operators
+    listed = [operators] * bool(operators) if isinstance(operators, str) else operators
     if not isinstance(listed, Collection) or isinstance(listed, Mapping) or not all(isinstance(n, str) for n in listed):
         text = f"operators are a list of names, 'all' or 'auto', not {operators!r}"
         raise RegistrationError("install", Reason("bad-argument", text))
+    if not listed:
+        raise RegistrationError("install", Reason("bad-argument", "no operator is named", "names, 'all' or 'auto'"))
+    for name in set(listed) - set(catalog.names()):
+        _check_word(name, alone=isinstance(operators, str))
     return [catalog.operator(name) for name in dict.fromkeys(listed)], {}
+
+
+def _check_word(name: str, alone: bool) -> None:
+    """What is no operator but means something all the same: several in one text, or a word for a choice of them."""
+    several = [each for each in re.split(r"[\s,;]+", name) if each]
+    if len(several) > 1:
+        text = f"{name!r} is one name, and no operator's"
+        raise RegistrationError("install", Reason("unknown-operator", text, f"several are a list: {several!r}"))
+    word = nearest(name, [*catalog.names(), *WORDS])
+    if word in WORDS:
+        text = f"{name!r} is no operator" if alone else f"{name!r} is no operator, and a list holds only those"
+        raise RegistrationError("install", Reason("unknown-operator", text, f"did you mean {word!r} itself?"))
 
 
 def _why_not(spec: OperatorSpec, platform: Platform) -> Reason | None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from twinkle.aten.errors import RegistrationError
 from twinkle.platforms import PLATFORMS, Platform, get_platform
-from twinkle.reasons import Reason, did_you_mean
+from twinkle.reasons import Reason, nearest
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +68,8 @@ def _named(operator: str, dispatch_key: str, name: str) -> Platform:
     try:
         platform = get_platform(name)
     except ValueError as error:
-        raise _error(operator, "unknown-platform", str(error)) from None
+        hint = f"that is a key: dispatch_key={name!r}" if name in _known() else None
+        raise _error(operator, "unknown-platform", str(error), hint) from None
     _check_known(operator, dispatch_key)
     accepted = (platform.autograd_key, platform.dispatch_key)
     if dispatch_key not in (*accepted, DEFAULT_KEY):
@@ -77,13 +78,20 @@ def _named(operator: str, dispatch_key: str, name: str) -> Platform:
     return platform
 
 
+def _known() -> list[str]:
+    return list(dict.fromkeys(key for p in PLATFORMS.values() for key in (p.autograd_key, p.dispatch_key)))
+
+
 def _check_known(operator: str, dispatch_key: str) -> None:
     if dispatch_key in REFUSED:
         raise _error(operator, "refused-key", f"key {dispatch_key} is refused: {REFUSED[dispatch_key]}")
-    known = list(dict.fromkeys(key for p in PLATFORMS.values() for key in (p.autograd_key, p.dispatch_key)))
+    known = _known()
     if dispatch_key not in known:
-        close = did_you_mean(str(dispatch_key), known)
-        raise _error(operator, "unknown-key", f"unknown key {dispatch_key!r}; known: {', '.join(known)}{close}")
+        names = [name for p in PLATFORMS.values() for name in (p.name, *p.aliases)]
+        meant = nearest(dispatch_key, [*known, *names])
+        close = f"; did you mean {meant!r}?" if meant in known else ""
+        hint = f"a platform goes by its name: platform={meant!r}" if meant in names else None
+        raise _error(operator, "unknown-key", f"unknown key {dispatch_key!r}; known: {', '.join(known)}{close}", hint)
 
 
 def _error(operator: str, code: str, text: str, hint: str | None = None) -> RegistrationError:
@@ -108,6 +116,13 @@ def effective_keys(overload: torch._ops.OpOverload, platform: Platform) -> tuple
         return (platform.autograd_key, platform.dispatch_key) if both else (platform.autograd_key,)
     both = "autograd_skips_backend" in platform.quirks
     return (platform.autograd_key, platform.dispatch_key) if both else (platform.dispatch_key,)
+
+
+def is_dispatched(overload: torch._ops.OpOverload) -> bool:
+    """Whether the dispatcher knows an overload: some exist in TorchScript only, and it raises when asked about them."""
+    import torch
+
+    return torch._C._dispatch_has_kernel(overload.name())
 
 
 def _has_kernel(overload: torch._ops.OpOverload, key: str) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import time
 import warnings
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from twinkle.aten.compiled import compiled_graphs, warn_of_earlier
 from twinkle.aten.errors import NotRegistrableError, RegistrationError
 from twinkle.aten.handle import Handle
 from twinkle.aten.keys import effective_keys, platform_here, platforms_meant
@@ -48,6 +48,7 @@ class Registration(Handle):
         counts: what became of the calls: ``kernel``, ``fallbacks`` by reason, ``errors``; and ``compiled``: whether
             something was compiled meanwhile. Code that inductor makes doesn't call operators, so no call of it is
             counted, nor served by the kernel.
+        compiled_before: something that was compiled before may go around the kernel as well; a WARNING said so.
         mode: ``"auto"``, ``"triton"`` or ``"native"``, see :func:`twinkle.aten.install`.
         counter: the dictionary whose ``"n"`` counts the calls that arrived.
         derivative: the registration of the operator that PyTorch's derivative of this one calls, where we have a kernel
@@ -55,13 +56,14 @@ class Registration(Handle):
     """
 
     derivative: Registration | None = None
+    compiled_before = False
 
     def __init__(self, spec: OperatorSpec, platform: Platform, counter: dict[str, int], mode: str = "auto") -> None:
         self.operator = spec.name
         self.platform = platform.name
         self.keys = effective_keys(spec.overload, platform)
         self.counter = counter
-        self._graphs = _compiled_graphs()
+        self._graphs = compiled_graphs()
         self.mode = mode
         serving = serving_in_mode(spec, platform, mode)
         self.level = serving.level
@@ -102,7 +104,7 @@ class Registration(Handle):
         """What became of the calls until now."""
         counts = self._traffic.counts
         if not self.closed:
-            counts.compiled = _compiled_graphs() != self._graphs
+            counts.compiled = compiled_graphs() != self._graphs
         return counts
 
     def count_in(self, counts: Counting) -> None:
@@ -174,6 +176,7 @@ def register(
             except BaseException:
                 registration.close()
                 raise
+    registration.compiled_before = warn_of_earlier(spec.name)
     if spec.caution is not None:
         logger.warning("%s is registered: %s; close() it first", spec.name, spec.caution)
     return registration
@@ -184,16 +187,6 @@ def _check_counter(operator: str, counter: Any) -> None:
     if counter is not None and not (isinstance(counter, dict) and isinstance(counter.get("n", 0), int)):
         text = f"a counter is a dictionary whose 'n' is a whole number, not {counter!r}"
         raise RegistrationError(operator, Reason("bad-argument", text))
-
-
-def _compiled_graphs() -> int:
-    """How many graphs ``torch.compile`` has made in this process, or loaded as an earlier one's code.
-
-    The compiler isn't imported for that. Another thread may just be importing it, or go through its numbers.
-    """
-    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
-    cache = getattr(sys.modules.get("torch._inductor.codecache"), "PyCodeCache", None)
-    return counters.get("stats", {}).get("unique_graphs", 0) + len(getattr(cache, "modules", ()))
 
 
 def active() -> list[Registration]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from twinkle.aten.errors import RegistrationError
 from twinkle.aten.home import Home
-from twinkle.aten.keys import DEFAULT_KEY
+from twinkle.aten.keys import DEFAULT_KEY, is_dispatched
 from twinkle.aten.routes import Work
 from twinkle.platforms import PLATFORMS
 from twinkle.reasons import Reason, did_you_mean
@@ -198,6 +198,8 @@ class OperatorSpec:
         packet = getattr(torch.ops.aten, self.name, None)
         name = overload_name or "default"
         overload: torch._ops.OpOverload[Any, Any] | None = None if packet is None else getattr(packet, name, None)
+        if overload is not None and not is_dispatched(overload):
+            overload = None
         found = "none" if overload is None else str(overload._schema).removeprefix("aten::")
         if found != self.schema:
             text = f"this PyTorch ({torch.__version__}) has another schema than the kernels were written for: {found}"
@@ -241,7 +243,7 @@ class OperatorSpec:
 
         return register(self, dispatch_key, counter, platform)
 
-    def aten(self, *args: Any, **kwargs: Any) -> Any:
+    def aten(self, /, *args: Any, **kwargs: Any) -> Any:
         """The operator by its own kernel, without registering anything: the same arguments, the same result.
 
         Calls that the kernel doesn't take go to PyTorch's own operator.

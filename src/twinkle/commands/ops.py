@@ -95,7 +95,9 @@ ENGINES = ("transformers", "vllm")
 """What the framework level can run."""
 
 
-def run(names: Sequence[str], *, level: str, engine: str, device: str, report: bool, as_json: bool) -> int:
+def run(
+    names: Sequence[str], *, level: str, engine: str, device: str, time_limit: float, report: bool, as_json: bool
+) -> int:
     """Runs the checks and prints what they found.
 
     Returns:
@@ -103,8 +105,10 @@ def run(names: Sequence[str], *, level: str, engine: str, device: str, report: b
 
     Raises:
         CommandError: an unknown operator, level, engine or device profile, an unusable list of inputs or declaration of
-            an operator, or a package is missing.
+            an operator, no time, or a package is missing.
     """
+    if not time_limit > 0:
+        raise CommandError(f"a time limit is a number of seconds above 0, not {time_limit:g}")
     specs, chip, chosen = _chosen(names, level, device)
     if engine not in ENGINES:
         raise CommandError(f"unknown engine {engine!r}; known: {', '.join(ENGINES)}{did_you_mean(engine, ENGINES)}")
@@ -120,7 +124,7 @@ def run(names: Sequence[str], *, level: str, engine: str, device: str, report: b
             for name, check in chosen.items():
                 bar.update(task, description=f"{spec.name}: {name} level")
                 try:
-                    outcomes.append(check(spec, chip).to_dict())
+                    outcomes.append(check(spec, chip, seconds=time_limit).to_dict())
                 except (InputsError, RegistrationError) as error:
                     raise CommandError(str(error)) from error
                 bar.advance(task)
@@ -165,22 +169,45 @@ def new(name: str, *, schema: str | None, folder: str) -> int:
     """Makes an operator's package from the template and says what comes next; the exit code is 0.
 
     Raises:
-        CommandError: no such operator, another schema, one that the template isn't for, or the package is there.
+        CommandError: no such operator, another schema, one that the template isn't for, or it is there already.
     """
     from pathlib import Path
 
     from twinkle.aten import RegistrationError, scaffold
+    from twinkle.aten.shipped import shipped
 
     if not Path(folder).is_dir():
         raise CommandError(f"no folder {folder}: run this where the operators' folder is, or name it with --folder")
     try:
-        package = scaffold.make(scaffold.overload_of(name, schema), Path(folder))
+        overload = scaffold.overload_of(name, schema)
+        scaffold.check_free(name)
+        package = scaffold.make(overload, Path(folder))
     except RegistrationError as error:
         raise CommandError(str(error)) from error
-    project = Path(folder).resolve().parent / "pyproject.toml"
     print(f"{package}: made. Check it:\n\n    python {package / 'example.py'} cpu\n")
-    if project.is_file():
-        line = scaffold.add_entry_point(name, project)
-        print(f"{project} lists it now ({line}). That it is known everywhere:\n\n    pip install -e . --no-deps\n")
-    print("What to write, and where: README.md of templates/operator")
+    kernel = package / "kernel" / "torch_level.py"
+    if not scaffold.is_taken_apart(overload):
+        print(f"PyTorch takes {name} apart no further: its kernel is to be written, in {kernel}. Until then it calls")
+        print("the operator itself, which the op level says of every call.\n")
+    place = scaffold.Place.of(Path(folder))
+    print(_listed(name, place))
+    if (other := place.hidden_by()) is not None:
+        print(f"{place.package} is found in {other} first, and {place.module(name)} with it: give your folder")
+        print("another name before you install it.\n")
+    print(f"What to write, and where: {shipped('template') / 'README.md'}")
     return 0
+
+
+def _listed(name: str, place: Any) -> str:
+    """Adds a new operator to its project, and tells what was done."""
+    from twinkle.aten import RegistrationError, scaffold
+
+    project, value = place.project, place.value(name)
+    install = "That it is known everywhere:\n\n    pip install -e . --no-deps\n"
+    if not project.is_file():
+        return f"There is no {project}; where it is to be known, an entry point names it: {name} = {value}\n"
+    try:
+        added = scaffold.add_entry_point(name, value, project)
+    except RegistrationError as error:
+        return f"{project} was not changed: {error.reason}\n"
+    return f'{project} {"lists it now" if added else "listed it already"} ({name} = "{value}"). {install}'

@@ -1,7 +1,7 @@
 """What the environment asks for, carried out in this process, and told.
 
 ========================= ==============================================================================================
-``TWINKLE_A1_OPS``        operators, with commas between, or ``all``; without it nothing happens
+``TWINKLE_A1_OPS``        operators, with commas or spaces between, or ``all``; without it there are none
 ``TWINKLE_A1_PLATFORM``   a platform's name or alias, or a device profile's
 ``TWINKLE_A1_REPORT_DIR`` the folder for records and counts; without it both stay in the process
 ``TWINKLE_A1_ON_ERROR``   ``report`` (the default): the process goes on without our operators; ``stop``: it ends
@@ -36,8 +36,13 @@ FOLDER = "TWINKLE_A1_REPORT_DIR"
 ON_ERROR = "TWINKLE_A1_ON_ERROR"
 CHOICES = ("report", "stop")
 
+WISHES = (OPERATORS, PLATFORM, FOLDER, ON_ERROR)
+
 WARNED = "TWINKLE_A1_REPORT_FAILED"
 """Set by the first process that can't write its record, for those that it starts: one WARNING is enough for a run."""
+
+WARNED_OF_WISHES = "TWINKLE_A1_WISHES_FAILED"
+"""Likewise by the first process whose environment has wishes that nobody can carry out."""
 
 GLANCE_SECONDS = 1.0
 """How often a process looks whether something was compiled: no call of ours tells, since compiled code makes none."""
@@ -145,6 +150,7 @@ def activate() -> Activation | None:
         Exception: whatever went wrong, with ``TWINKLE_A1_ON_ERROR=stop`` only.
     """
     global _activation
+    _warn_of_wishes()
     if not os.environ.get(OPERATORS, "").strip():
         return None
     with _lock:
@@ -153,6 +159,25 @@ def activate() -> Activation | None:
             util.register_after_fork(_activation, Activation.tell_name)
             _activation.carry_out()
         return _activation
+
+
+def _warn_of_wishes() -> None:
+    """Whoever sets one of the variables expects something: silence would be all that a misspelt one gets.
+
+    ``TWINKLE_A1_OPS=`` with nothing in it says that no operator is wanted.
+    """
+    given = [name for name in os.environ if name.startswith("TWINKLE_A1_")]
+    said = [
+        f"{name} is no variable of ours{did_you_mean(name, WISHES)}"
+        for name in given
+        if name not in (*WISHES, WARNED, WARNED_OF_WISHES)
+    ]
+    vain = [name for name in given if name in WISHES]
+    if vain and OPERATORS not in os.environ:
+        said.append(f"{', '.join(vain)}: set, but {OPERATORS} is not, so that no operator is activated")
+    if said and WARNED_OF_WISHES not in os.environ:
+        os.environ[WARNED_OF_WISHES] = str(os.getpid())
+        logger.warning("%s", "; ".join(said))
 
 
 def _in_child() -> None:
@@ -175,7 +200,7 @@ def _install(complete: bool) -> tuple[Installation, str]:
     from twinkle.aten import install
     from twinkle.aten.errors import RegistrationError
 
-    names = [name.strip() for name in os.environ[OPERATORS].split(",") if name.strip()]
+    names = os.environ[OPERATORS].replace(",", " ").split()
     if not names:
         raise ValueError(f"{OPERATORS}={os.environ[OPERATORS]!r} names no operator")
     if "auto" in names:
@@ -217,7 +242,7 @@ def _platform() -> str | Profile:
 
 
 def _on_error() -> str:
-    chosen = os.environ.get(ON_ERROR, "").strip() or CHOICES[0]
+    chosen = os.environ.get(ON_ERROR, "").strip().lower() or CHOICES[0]
     if chosen not in CHOICES:
         raise ValueError(f"{ON_ERROR} is {' or '.join(CHOICES)}, not {chosen!r}{did_you_mean(chosen, CHOICES)}")
     return chosen

@@ -1,7 +1,7 @@
 """The plug-in for vLLM, named by our entry point of the group ``vllm.general_plugins``.
 
 vLLM calls it at the start of each of its processes. Whoever has this project installed beside vLLM has it called, so
-without ``TWINKLE_A1_OPS`` it does nothing and imports nothing.
+where no variable of the environment begins with ``TWINKLE_A1_`` it does nothing and imports nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 
 def register() -> None:
     """Activates the operators that the environment asks for, see :func:`twinkle.engines.activation.activate`."""
-    if os.environ.get("TWINKLE_A1_OPS", "").strip():
+    if any(name.startswith("TWINKLE_A1_") for name in os.environ):
         from twinkle.engines.activation import activate
 
         activate()

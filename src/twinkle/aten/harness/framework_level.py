@@ -18,6 +18,9 @@ from twinkle.aten.harness.outcome import Outcome, started
 from twinkle.aten.profiles import Profile
 from twinkle.aten.spec import OperatorSpec, Semantics
 
+SECONDS = 600
+"""A model's process takes some 20 s on two cores."""
+
 FIRST = 2
 """So many tokens are the same whoever rounds."""
 
@@ -114,7 +117,10 @@ def observe(specs: list[OperatorSpec], profile: Profile, model: dict[str, Any]) 
     command = [sys.executable, "-P", "-m", "twinkle.aten.harness.model"]  # not what lies in the folder that we are in
     with tempfile.TemporaryDirectory() as folder:
         task["kept"] = str(Path(folder, "numbers.pt"))
-        done = subprocess.run(command, input=json.dumps(task), capture_output=True, text=True, timeout=600)
+        try:
+            done = subprocess.run(command, input=json.dumps(task), capture_output=True, text=True, timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            raise ModelError(f"it did not end within {SECONDS} s") from None
         if done.returncode != 0:
             raise ModelError(done.stderr)
         return json.loads(done.stdout.splitlines()[-1]), torch.load(task["kept"])

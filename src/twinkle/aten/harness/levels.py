@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,17 +13,17 @@ from twinkle.aten.errors import RegistrationError
 from twinkle.aten.harness import framework_level, kernel_level, op_level
 from twinkle.aten.harness.listed import InputsError
 from twinkle.aten.harness.outcome import Outcome
+from twinkle.aten.harness.time_limit import limited
 from twinkle.aten.home import spec_beside
 from twinkle.aten.profiles import Profile, profile
-from twinkle.aten.spec import OperatorSpec
 from twinkle.exits import FAILED, FINE, NOTHING_RUN
 from twinkle.layout import EMPTY_LINE, Block, paragraph, plain, table, width_of_terminal
 
-LEVELS: dict[str, Callable[[OperatorSpec, Profile], Outcome]] = {
-    "kernel": kernel_level.run,
-    "op": op_level.run,
-    "framework": framework_level.run,
+LEVELS: dict[str, Callable[..., Outcome]] = {
+    name: functools.partial(limited, name, module.run)
+    for name, module in (("kernel", kernel_level), ("op", op_level), ("framework", framework_level))
 }
+"""Each is called with an operator and a device profile, and may be given the ``seconds`` that it has."""
 
 
 def level(name: str, module: str, file: str) -> Callable[[str | Profile], dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,13 @@ def of_function(spec: OperatorSpec, function: Callable[..., Any]) -> str:
     """Where a function is written; the operator's folder where Python doesn't know."""
     code = getattr(function, "__code__", None)
     return str(spec.home.folder) if code is None else _place(spec, Path(code.co_filename), code.co_firstlineno)
+
+
+def of_error(spec: OperatorSpec, error: BaseException) -> str:
+    """Where an operator's own code was when something was raised; where all code was, if that was none of its own."""
+    passed = [(Path(frame.filename), frame.lineno or 1) for frame in traceback.extract_tb(error.__traceback__)]
+    own = [(file, line) for file, line in passed if file.is_relative_to(spec.home.folder)]
+    return _place(spec, *(own or passed)[-1])
 
 
 def of_declaration(spec: OperatorSpec, field: str) -> str:

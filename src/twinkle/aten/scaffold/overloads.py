@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 
+from twinkle.aten import catalog
 from twinkle.aten.errors import RegistrationError
+from twinkle.aten.gradients import decomposition
+from twinkle.aten.keys import is_dispatched
 from twinkle.reasons import Reason, did_you_mean
 
 TYPES = {
@@ -44,13 +47,18 @@ def overload_of(name: str, schema: str | None) -> torch._ops.OpOverload:
     if not isinstance(packet, torch._ops.OpOverloadPacket):
         known = [found.removeprefix("aten::").partition(".")[0] for found in torch._C._dispatch_get_all_op_names()]
         raise error(name, "unknown-operator", f"PyTorch has no aten::{name}{did_you_mean(name, known)}")
-    overloads = [getattr(packet, each) for each in packet.overloads()]
+    every = [getattr(packet, each) for each in packet.overloads()]
+    overloads = [each for each in every if is_dispatched(each)]
+    wanted = None if schema is None else schema.removeprefix("aten::").strip()
+    if not overloads or any(text_of(each) == wanted for each in every if each not in overloads):
+        raise error(name, "kind", "PyTorch's dispatcher doesn't know it: it exists in TorchScript only")
     fitting = {text_of(each): each for each in overloads if _makes_one_tensor(each)}
     if not fitting:
-        raise error(name, "kind", "it makes no new tensor, or several", "begin with a copy of ops/copy_ or ops/item")
+        text = "it makes no new tensor, or several, or takes none by itself"
+        raise error(name, "kind", text, "begin with a copy of ops/copy_ or ops/item")
     listed = "".join(f"\n  {text}" for text in fitting)
-    if schema is not None:
-        overload = fitting.get(schema.removeprefix("aten::").strip())
+    if wanted is not None:
+        overload = fitting.get(wanted)
         if overload is None:
             raise error(name, "schema", f"no overload that makes one new tensor has this schema; there are:{listed}")
     else:
@@ -63,6 +71,22 @@ def overload_of(name: str, schema: str | None) -> torch._ops.OpOverload:
             text = f"its argument {argument.name} is of the type {argument.type}; known: {', '.join(TYPES)}"
             raise error(name, "kind", text)
     return overload
+
+
+def check_free(name: str) -> None:
+    """Whether an operator may be made anew.
+
+    Raises:
+        RegistrationError: an installed distribution brings it: with a second one it could be had from neither.
+    """
+    where = catalog.brought_by(name)
+    if where is not None:
+        raise error(name, "exists", f"there is one already, and two can't be told apart: {where}", "edit that one")
+
+
+def is_taken_apart(overload: torch._ops.OpOverload) -> bool:
+    """Whether PyTorch can make an operator of others."""
+    return decomposition(overload) is not overload
 
 
 def text_of(overload: torch._ops.OpOverload) -> str:

@@ -15,6 +15,7 @@ from twinkle.aten.arguments import Arguments
 from twinkle.aten.scaffold.calls import TRIED, Pattern, attempt, described, pattern_of, tensors_of, values_for
 from twinkle.aten.scaffold.inputs import inputs, timed
 from twinkle.aten.scaffold.overloads import TYPES, error, is_optional, plain_type, text_of
+from twinkle.aten.scaffold.place import Place
 from twinkle.aten.shipped import shipped
 
 _SUFFIX = ".template"
@@ -28,37 +29,26 @@ def make(overload: torch._ops.OpOverload, folder: Path) -> Path:
 
     Args:
         overload: see :func:`overload_of`.
-        folder: that of the other operators.
+        folder: that of the other operators; what it is imported as is its own name, see :class:`Place`.
 
     Returns:
         The package.
 
     Raises:
-        RegistrationError: the folder is there already.
+        RegistrationError: the folder is there already, or can't be imported from.
     """
     name = overload._schema.name.removeprefix("aten::")
+    place = Place.of(folder)
     package = folder / name
     if package.exists():
         raise error(name, "exists", f"{package} is there already", "remove it, or edit it")
-    values = _values(name, overload)
+    values = _values(name, overload) | {"module": place.module(name), "path": place.path(name)}
     templates = shipped("template")
     for file in sorted(templates.rglob(f"*{_SUFFIX}")):
         target = package / file.relative_to(templates).with_suffix("")
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(Template(file.read_text(encoding="utf-8")).substitute(values), encoding="utf-8")
     return package
-
-
-def add_entry_point(name: str, project: Path) -> str:
-    """Names the operator in a ``pyproject.toml``, if that lists operators, and it isn't there yet; the line."""
-    line = f'{name} = "ops.{name}.register:SPEC"'
-    text = project.read_text(encoding="utf-8")
-    head, section, rest = text.partition('[project.entry-points."twinkle.aten_ops"]\n')
-    if section and line not in rest:
-        lines, _, after = rest.partition("\n\n")
-        listed = "\n".join(sorted([*lines.splitlines(), line]))
-        project.write_text(f"{head}{section}{listed}\n\n{after}", encoding="utf-8")
-    return line
 
 
 def _values(name: str, overload: torch._ops.OpOverload) -> dict[str, str]:
