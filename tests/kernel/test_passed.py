@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from typing import Any
 
 import pytest
@@ -48,6 +49,18 @@ def test_a_function_in_the_place_of_a_child() -> None:
     assert row.calls == 0 and list(row.fallbacks) == [
         "a function of it is not, or does not run, what was there when the kernel was installed"
     ]
+    unkernelize(mlp)
+
+
+@pytest.mark.usefixtures("loopback")
+def test_its_classs_own_forward_bound_once_more_is_none_of_its_own() -> None:
+    """As transformers' use_kernels binds it where it has no other."""
+    mlp, x = MLP(SiLU()), torch.randn(3, like.WIDTH)
+    kernelize(mlp, {MLP: KernelChoice("swiglu", ("loopback",))}, strict=True)
+    mlp.act_fn.forward = types.MethodType(SiLU.forward, mlp.act_fn)  # type: ignore[method-assign]
+    ours = mlp(x)
+    assert report(mlp).rows[0].calls == 1
+    torch.testing.assert_close(torch.compile(mlp, backend="eager", fullgraph=True)(x), ours)
     unkernelize(mlp)
 
 

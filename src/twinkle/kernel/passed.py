@@ -17,7 +17,7 @@ from torch.compiler import assume_constant_result, is_compiling
 
 from twinkle.kernel.ops.hooks import hooks_for_all, hooks_on
 from twinkle.kernel.probe import OF_TORCH_AND_HOOKS
-from twinkle.kernel.reclass import installed_on, peel
+from twinkle.kernel.reclass import installed_on, is_own_forward, peel
 
 if TYPE_CHECKING:
     from twinkle.kernel.targets import Site
@@ -54,7 +54,7 @@ class Passed:
         runs = None if is_compiling() else self.known.get((cls.__call__, cls.forward))
         if not (self.runs_in(cls) if runs is None else runs) or (self.attributes and differs(module, self.attributes)):
             return CHANGED
-        if "forward" in module.__dict__:
+        if "forward" in module.__dict__ and not is_own_forward(module.__dict__["forward"], module, cls):
             return "has a forward of its own"
         if hooks_on(module):
             return "has hooks"
