@@ -2,13 +2,16 @@
 
 Nothing process-wide changes: two models of one class may differ, ``isinstance`` and ``__name__`` hold, and the
 module's parameters, buffers, hooks and attributes stay as they are. What was installed is written on the generated
-class, so a copy of the module knows it too. Pickles name the original class; a loaded model is the original.
+class, so a copy of the module knows it too. Pickles name the original class; a loaded model is the original, and so is
+what is made by calling a generated class: the kernels are those of one instance's variant.
 """
 
 from __future__ import annotations
 
 import copy
 import copyreg
+import functools
+import inspect
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -221,10 +224,47 @@ def _generate(origin: type, methods: dict[str, Method], journal: Journal) -> typ
             _MARK: Installed(origin, base, methods, journal),
         }
         # What is made with the base in place is told to the base's __init_subclass__, which may register it by name.
-        made = type(base)(base.__name__, (_Blank,), namespace)
+        made = _metaclass(type(base))(base.__name__, (_Blank,), namespace)
         made.__bases__ = (base,)
         journal.classes[key] = made
     return journal.classes[key]
+
+
+class Generated(type):
+    """The metaclass of generated classes: where somebody asks for a module's class, they answer for the original.
+
+    Classes that torch or others derive from a generated one have it too; those that are somebody's own, as they are.
+    """
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        original = peel(cls)
+        return super().__call__(*args, **kwargs) if original is cls else original(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        # The plain question: an abstract class would ask its subclasses in turn, ours among them.
+        ours = _MARK in cls.__dict__
+        return type.__instancecheck__(peel(cls), instance) if ours else super().__instancecheck__(instance)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        ours = _MARK in cls.__dict__
+        return type.__subclasscheck__(peel(cls), subclass) if ours else super().__subclasscheck__(subclass)
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """How to call it; ``inspect`` would read the metaclass's own."""
+        original = peel(cls)
+        if original is not cls:
+            return inspect.signature(original)
+        signature = inspect.signature(cls.__init__)  # type: ignore[misc]
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+@functools.cache
+def _metaclass(of: type) -> type:
+    """The same for a class that has a metaclass already."""
+    if issubclass(of, Generated):
+        return of
+    return Generated if of is type else type(Generated.__name__, (Generated, of), {})
 
 
 class _Blank:
@@ -247,7 +287,7 @@ def _wrap_again(wrappers: list[type], inner: type) -> type:
         if "__getstate__" in namespace and not hasattr(inner, "__deepcopy__"):
             # A parametrised class refuses to be pickled and so needs a way to be copied; ours brought one.
             namespace.setdefault("__deepcopy__", _deepcopy_parametrized)
-        inner = type(wrapper)(wrapper.__name__, (*wrapper.__bases__[:-1], inner), namespace)
+        inner = type(inner)(wrapper.__name__, (*wrapper.__bases__[:-1], inner), namespace)
     return inner
 
 
@@ -280,6 +320,8 @@ def _deepcopy(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     inherited = getattr(installed.base, "__deepcopy__", None)
     if inherited is not None:
         twin = inherited(module, memo)
+        if type(twin) is peel(type(module)):  # made by calling its class
+            set_class(twin, type(module))
     elif _is_parametrized(type(module)):
         twin = _deepcopy_parametrized(module, memo)
     else:
