@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import copy
 import copyreg
-import functools
-import inspect
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from twinkle.kernel.metaclass import MARK, is_torch_wrapper, metaclass_for
+from twinkle.kernel.metaclass import peel as peel  # whoever asks what is on a class asks for the class beneath, too
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from twinkle.kernel.journal import Journal
     from twinkle.kernel.rows import Row
-
-_MARK = "_twinkle_installed"
 
 CONTAINERS = ("_parameters", "_buffers", "_modules")
 """Instance attributes in which torch keeps a module's tensors and children."""
@@ -71,32 +69,11 @@ class Installed:
 def installed_on(cls: type) -> Installed | None:
     """What is installed on instances of ``cls``, seen through wrappers that torch put around the generated class."""
     owner = _generated(cls)
-    return None if owner is None else owner.__dict__[_MARK]
+    return None if owner is None else owner.__dict__[MARK]
 
 
 def _generated(cls: type) -> type | None:
-    return next((c for c in cls.__mro__ if _MARK in c.__dict__), None)
-
-
-def is_torch_wrapper(cls: type) -> bool:
-    """Whether torch made this class at run time around somebody's class, as ``fully_shard`` and ``parametrize`` do."""
-    inner = cls.__bases__[-1]
-    return _from_torch(cls) and not _from_torch(inner) and hasattr(inner, "forward")
-
-
-def _from_torch(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] == "torch"
-
-
-def peel(cls: type) -> type:
-    """The class as its author wrote it: without torch's run-time wrappers and without ours."""
-    while True:
-        if _MARK in cls.__dict__:
-            cls = cls.__dict__[_MARK].origin
-        elif is_torch_wrapper(cls):
-            cls = cls.__bases__[-1]
-        else:
-            return cls
+    return next((c for c in cls.__mro__ if MARK in c.__dict__), None)
 
 
 def replace_method(module: nn.Module, attribute: str, method: Method, journal: Journal) -> Reason | None:
@@ -221,50 +198,13 @@ def _generate(origin: type, methods: dict[str, Method], journal: Journal) -> typ
             "__deepcopy__": _deepcopy,
             # HF kernels binds a forward of its own to every module whose class has this attribute.
             "kernel_layer_name": _Hidden(),
-            _MARK: Installed(origin, base, methods, journal),
+            MARK: Installed(origin, base, methods, journal),
         }
         # What is made with the base in place is told to the base's __init_subclass__, which may register it by name.
-        made = _metaclass(type(base))(base.__name__, (_Blank,), namespace)
+        made = metaclass_for(type(base))(base.__name__, (_Blank,), namespace)
         made.__bases__ = (base,)
         journal.classes[key] = made
     return journal.classes[key]
-
-
-class Generated(type):
-    """The metaclass of generated classes: where somebody asks for a module's class, they answer for the original.
-
-    Classes that torch or others derive from a generated one have it too; those that are somebody's own, as they are.
-    """
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        original = peel(cls)
-        return super().__call__(*args, **kwargs) if original is cls else original(*args, **kwargs)
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        # The plain question: an abstract class would ask its subclasses in turn, ours among them.
-        ours = _MARK in cls.__dict__
-        return type.__instancecheck__(peel(cls), instance) if ours else super().__instancecheck__(instance)
-
-    def __subclasscheck__(cls, subclass: type) -> bool:
-        ours = _MARK in cls.__dict__
-        return type.__subclasscheck__(peel(cls), subclass) if ours else super().__subclasscheck__(subclass)
-
-    @property
-    def __signature__(cls) -> inspect.Signature:
-        """How to call it; ``inspect`` would read the metaclass's own."""
-        original = peel(cls)
-        if original is not cls:
-            return inspect.signature(original)
-        signature = inspect.signature(cls.__init__)  # type: ignore[misc]
-        return signature.replace(parameters=list(signature.parameters.values())[1:])
-
-
-@functools.cache
-def _metaclass(of: type) -> type:
-    """The same for a class that has a metaclass already."""
-    if issubclass(of, Generated):
-        return of
-    return Generated if of is type else type(Generated.__name__, (Generated, of), {})
 
 
 class _Blank:
@@ -319,7 +259,7 @@ def _deepcopy(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     assert installed is not None
     inherited = getattr(installed.base, "__deepcopy__", None)
     if inherited is not None:
-        twin = inherited(module, memo)
+        twin: nn.Module = inherited(module, memo)
         if type(twin) is peel(type(module)):  # made by calling its class
             set_class(twin, type(module))
     elif _is_parametrized(type(module)):
