@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support import passed_children
 from tests.support.liger_sites import CASES, PATH, load, make, site_of
 from twinkle.kernel import KernelChoice, kernelize
 from twinkle.kernel.ops.moe.experts_reference import Gate
@@ -295,3 +296,9 @@ def test_a_model_without_values_is_refused_unless_its_device_is_said() -> None:
     assert [row.state for row in report(norm).rows] == ["installed"]
     unkernelize(norm)
     assert type(norm) is LlamaRMSNorm
+
+
+@pytest.mark.parametrize("case", passed_children.CASES)
+@pytest.mark.parametrize("change", passed_children.CHANGES, ids=lambda change: change.__name__)
+def test_an_activation_that_the_kernel_goes_past(case: str, change: passed_children.Change) -> None:
+    passed_children.assert_seen(case, "liger", change, before=True)

@@ -185,7 +185,7 @@ def test_what_somebody_else_put_on_top_is_told(qwen3: nn.Module, monkeypatch: py
 
 
 def test_a_module_that_is_changed_afterwards_is_told(qwen3: nn.Module) -> None:
-    """Another activation: the kernel still computes the old one, until kernelize looks anew."""
+    """Another activation: the original serves, until kernelize looks anew."""
     kernelize(qwen3, {NORM: choice("rms_norm"), MLP: choice("swiglu")})
     norm, mlp = report(qwen3).rows
     qwen3.model.norm.variance_epsilon = 1e-3  # which the kernel reads at each call

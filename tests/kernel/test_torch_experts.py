@@ -227,6 +227,22 @@ def test_a_call_that_it_refuses_is_told_once(registered: tuple[str, ...], caplog
     assert said.startswith("Qwen3MoeExperts: twinkle_torch doesn't serve it: autocast would make the original")
 
 
+def test_a_hook_on_the_experts_activation_is_run(registered: tuple[str, ...], caplog: pytest.LogCaptureFixture) -> None:
+    model = presets.build("qwen3_moe").to(DEVICE).eval()
+    seen: list[int] = []
+    for module in model.modules():
+        if hasattr(module, "gate_up_proj"):
+            module.act_fn.register_forward_hook(lambda *_: seen.append(1))
+    counts = []
+    for name in ("grouped_mm", "twinkle_torch"):
+        model.set_experts_implementation(name)
+        model(**presets.inputs(model))
+        counts.append(len(seen))
+    assert counts[1] == 2 * counts[0] > 0
+    (said,) = [record.message for record in caplog.records if record.name.startswith("twinkle")]
+    assert said == "Qwen3MoeExperts: twinkle_torch doesn't serve it: its act_fn has hooks"
+
+
 def test_the_registry_is_left_as_it_was() -> None:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 

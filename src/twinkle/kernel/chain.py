@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from twinkle.kernel import registry
@@ -11,6 +11,7 @@ from twinkle.kernel.calls import router_of
 from twinkle.kernel.hub import HubRef
 from twinkle.kernel.install import Kernel, kernel_for
 from twinkle.kernel.journal import patch_of
+from twinkle.kernel.passed import watched_at
 from twinkle.kernel.registry import Availability, KernelChoice, KernelImpl
 from twinkle.kernel.rows import Tried
 from twinkle.kernel.targets import ModelIndex, Site, Target
@@ -130,6 +131,8 @@ class Chain:
         if isinstance(kernel, Reason):
             self.refused = True
             return kernel
+        if site.module is not None and self.op is not None:
+            kernel = replace(kernel, watched=watched_at(site, self.reference))
         return Pick(backend, loaded, kernel)
 
     def served_by(self, backend: str, site: Site) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 
 from twinkle.kernel.calls import Router, counted, renamed_parameters, router_of
 from twinkle.kernel.journal import ABSENT, Patch, PatchConflict, enter_model, lock, patch_of, register_model
+from twinkle.kernel.passed import Watched
 from twinkle.kernel.reclass import Method, own_forward
 from twinkle.kernel.targets import Site, Target, resolve_target
 from twinkle.kernel.undo import active_transaction, installing, transaction
@@ -34,6 +35,7 @@ class Kernel:
         renamed: the original's parameter names -> the kernel's, where they differ.
         base: the user's own subclass of the target's class, when that is what was given.
         name: qualified name of what serves.
+        watched: what it goes past at the site, asked for its hooks and changes before ``accepts_call``.
     """
 
     function: Callable[..., Any]
@@ -41,6 +43,7 @@ class Kernel:
     renamed: dict[str, str]
     base: type | None
     name: str
+    watched: Watched = Watched()
 
 
 def kernel_for(target: Target, original: Any, impl: Any) -> Kernel | Reason:
@@ -222,10 +225,11 @@ def install_at(assignment: Assignment) -> None:
         _route(*at, site.original, kernel, row, assignment.served_by)
         return
     # Two instances that share kernel, original and row share a Method, and so a generated class.
-    key = (id(kernel.function), kernel.accepts_call, kernel.base, site.original, id(row))
+    key = (id(kernel.function), kernel.accepts_call, kernel.watched, kernel.base, site.original, id(row))
     if key not in current.journal.methods:
+        accepts_call = kernel.watched.guard(kernel.accepts_call)
         function = counted(
-            kernel.function, site.original, row.counts, accepts_call=kernel.accepts_call, renamed=kernel.renamed
+            kernel.function, site.original, row.counts, accepts_call=accepts_call, renamed=kernel.renamed
         )
         function = beneath(site.original, function)
         current.journal.methods[key] = Method(function, site.original, row, kernel.base)

@@ -2,7 +2,7 @@
 
 A class name or an attribute says little about the maths (``eps`` names a norm with and without ``1 + w``), so a
 module's own ``forward`` is run on a stand-in: an object of its class with the same attributes, but with small random
-CPU weights, no hooks, and no connection to the module.
+CPU weights, no hooks, and no connection to the module. Its children are no live ones either: nobody's hook is run.
 
 What fits must fit always, so a probe varies whatever a forward may look at: the number of dimensions, the size of the
 numbers (a clamp), the values of all tensors (a scale that is one until it is trained), training and evaluation.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 WIDTH = 24
 """The hidden size of stand-ins: a multiple of small group sizes, so that what works on groups of channels shows."""
 
-_OF_TORCH_AND_HOOKS = frozenset({*nn.Module().__dict__, *BOUND_FORWARDS, "_hf_hook"})
+OF_TORCH_AND_HOOKS = frozenset({*nn.Module().__dict__, *BOUND_FORWARDS, "_hf_hook"})
 """Attributes that every module has, or that others hang on it: a stand-in has none of the module's own."""
 
 _FEW = 4096
@@ -67,8 +67,9 @@ def stand_in(module: nn.Module, *, width: int = WIDTH, training: bool = True, **
         the stand-in; its own floating-point tensors, but for large ones, are random CPU ones in fp32.
     """
     twin: Any = object.__new__(peel(type(module)))
-    state = {name: value for name, value in module.__dict__.items() if name not in _OF_TORCH_AND_HOOKS}
+    state = {name: value for name, value in module.__dict__.items() if name not in OF_TORCH_AND_HOOKS}
     containers = {name: dict(module.__dict__[name]) for name in CONTAINERS}
+    containers["_modules"] = _unhooked_children(module)
     seed = 0
     for holder in (*containers.values(), state):
         for name, value in holder.items():
@@ -79,7 +80,28 @@ def stand_in(module: nn.Module, *, width: int = WIDTH, training: bool = True, **
         holder = next((container for container in containers.values() if name in container), state)
         holder[name] = value
     twin.__dict__.update({**nn.Module().__dict__, "training": training, **state, **containers})
+    call_plainly(twin)
     return twin
+
+
+def call_plainly(twin: nn.Module) -> None:
+    """Lets the children of a module of ours be called without the hooks that somebody has set for all modules."""
+    for child in twin.modules():
+        if child is not twin:
+            child.__dict__["_compiled_call_impl"] = child.forward
+
+
+def _unhooked(module: nn.Module) -> Any:
+    """A module of the same class, attributes and tensors that nobody's hook hangs on, nor a forward of its own."""
+    twin: Any = object.__new__(peel(type(module)))
+    state = {name: value for name, value in module.__dict__.items() if name not in OF_TORCH_AND_HOOKS}
+    containers = {**{name: module.__dict__[name] for name in CONTAINERS}, "_modules": _unhooked_children(module)}
+    twin.__dict__.update({**nn.Module().__dict__, "training": module.training, **state, **containers})
+    return twin
+
+
+def _unhooked_children(module: nn.Module) -> dict[str, Any]:
+    return {name: None if child is None else _unhooked(child) for name, child in module._modules.items()}
 
 
 def _scrambled(tensor: torch.Tensor, width: int, seed: int) -> torch.Tensor:
@@ -115,7 +137,7 @@ def fingerprint(module: nn.Module) -> Hashable:
     attributes = [
         (name, value if isinstance(value, (bool, int, float, str, type(None))) else id(value))
         for name, value in sorted(module.__dict__.items())
-        if name not in _OF_TORCH_AND_HOOKS
+        if name not in OF_TORCH_AND_HOOKS
     ]
     return (peel(type(module)), *children, *dimensions, *attributes)
 

@@ -2,7 +2,8 @@
 
 Nothing process-wide changes: two models of one class may differ, ``isinstance`` and ``__name__`` hold, and the
 module's parameters, buffers, hooks and attributes stay as they are. What was installed is written on the generated
-class, so a copy of the module knows it too. Pickles name the original class; a loaded model is the original.
+class, so a copy of the module knows it too. Pickles name the original class; a loaded model is the original, and so is
+what is made by calling a generated class: the kernels are those of one instance's variant.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from twinkle.naming import top_package
+from twinkle.kernel.metaclass import MARK, is_torch_wrapper, metaclass_for
+from twinkle.kernel.metaclass import peel as peel  # whoever asks what is on a class asks for the class beneath, too
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
 
     from twinkle.kernel.journal import Journal
     from twinkle.kernel.rows import Row
-
-_MARK = "_twinkle_installed"
 
 CONTAINERS = ("_parameters", "_buffers", "_modules")
 """Instance attributes in which torch keeps a module's tensors and children."""
@@ -69,32 +69,11 @@ class Installed:
 def installed_on(cls: type) -> Installed | None:
     """What is installed on instances of ``cls``, seen through wrappers that torch put around the generated class."""
     owner = _generated(cls)
-    return None if owner is None else owner.__dict__[_MARK]
+    return None if owner is None else owner.__dict__[MARK]
 
 
 def _generated(cls: type) -> type | None:
-    return next((c for c in cls.__mro__ if _MARK in c.__dict__), None)
-
-
-def is_torch_wrapper(cls: type) -> bool:
-    """Whether torch made this class at run time around somebody's class, as ``fully_shard`` and ``parametrize`` do."""
-    inner = cls.__bases__[-1]
-    return _from_torch(cls) and not _from_torch(inner) and hasattr(inner, "forward")
-
-
-def _from_torch(cls: type) -> bool:
-    return top_package(cls.__module__) == "torch"
-
-
-def peel(cls: type) -> type:
-    """The class as its author wrote it: without torch's run-time wrappers and without ours."""
-    while True:
-        if _MARK in cls.__dict__:
-            cls = cls.__dict__[_MARK].origin
-        elif is_torch_wrapper(cls):
-            cls = cls.__bases__[-1]
-        else:
-            return cls
+    return next((c for c in cls.__mro__ if MARK in c.__dict__), None)
 
 
 def replace_method(module: nn.Module, attribute: str, method: Method, journal: Journal) -> Reason | None:
@@ -219,10 +198,10 @@ def _generate(origin: type, methods: dict[str, Method], journal: Journal) -> typ
             "__deepcopy__": _deepcopy,
             # HF kernels binds a forward of its own to every module whose class has this attribute.
             "kernel_layer_name": _Hidden(),
-            _MARK: Installed(origin, base, methods, journal),
+            MARK: Installed(origin, base, methods, journal),
         }
         # What is made with the base in place is told to the base's __init_subclass__, which may register it by name.
-        made = type(base)(base.__name__, (_Blank,), namespace)
+        made = metaclass_for(type(base))(base.__name__, (_Blank,), namespace)
         made.__bases__ = (base,)
         journal.classes[key] = made
     return journal.classes[key]
@@ -248,7 +227,7 @@ def _wrap_again(wrappers: list[type], inner: type) -> type:
         if "__getstate__" in namespace and not hasattr(inner, "__deepcopy__"):
             # A parametrised class refuses to be pickled and so needs a way to be copied; ours brought one.
             namespace.setdefault("__deepcopy__", _deepcopy_parametrized)
-        inner = type(wrapper)(wrapper.__name__, (*wrapper.__bases__[:-1], inner), namespace)
+        inner = type(inner)(wrapper.__name__, (*wrapper.__bases__[:-1], inner), namespace)
     return inner
 
 
@@ -280,7 +259,9 @@ def _deepcopy(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     assert installed is not None
     inherited = getattr(installed.base, "__deepcopy__", None)
     if inherited is not None:
-        twin = inherited(module, memo)
+        twin: nn.Module = inherited(module, memo)
+        if type(twin) is peel(type(module)):  # made by calling its class
+            set_class(twin, type(module))
     elif _is_parametrized(type(module)):
         twin = _deepcopy_parametrized(module, memo)
     else:

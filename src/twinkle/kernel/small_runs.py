@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from twinkle.kernel.ops.worthwhile import every_size
-from twinkle.kernel.probe import random_tensor
+from twinkle.kernel.probe import call_plainly, random_tensor
 
 if TYPE_CHECKING:
     from twinkle.kernel.install import Kernel
@@ -51,6 +51,8 @@ def run_call(
     """
     arrange = arrange or torch.clone
     module = None if example.module is None else copy.deepcopy(example.module).to(device)
+    if module is not None:
+        call_plainly(module)
     args = [_as_input(value, dtype, device, arrange) for value in example.args]
     kwargs = {name: _as_input(value, dtype, device, arrange) for name, value in example.kwargs.items()}
     parameters = {} if module is None else dict(module.named_parameters())

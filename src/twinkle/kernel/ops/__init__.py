@@ -6,6 +6,8 @@ An op's reference module tells what a place in a model computes, so that a kerne
 - ``build(variant) -> implementation``: the maths itself as a layer class or function; ``compute_dtype=torch.float64``
   gives the judge's version of it.
 - ``example(site, variant) -> Example``: small inputs to compare two implementations on.
+- ``called_children(variant) -> names``: which of a module's children every kernel calls. Past the others it goes, with
+  their hooks asked for at each call; without it, past all of them.
 - ``REPLACES``: ``"function"`` when the op takes the place of functions; without it, it takes that of methods.
 - ``original``: what kernels are compared with where no model shows it: of an op with a logical name, whose places its
   installer finds, or one whose places only other versions of transformers have.

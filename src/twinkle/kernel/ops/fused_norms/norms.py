@@ -1,24 +1,22 @@
 """A model's norms as parts of a larger kernel: what they compute, and whether a call may go past them.
 
-The kernel reads a norm's weight and computes what its module would; the module itself isn't called. That is right only
-as long as the module would do nothing else: so it is asked anew at each call, since hooks and adapters come and go.
+The kernel reads a norm's weight and computes what its module would; the module itself isn't called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.compiler import assume_constant_result, is_compiling
 
 from twinkle.kernel import registry
-from twinkle.kernel.ops.hooks import hooks_on
 from twinkle.kernel.ops.rms_norm.reference import RMSNormVariant
+from twinkle.kernel.passed import Passed
 from twinkle.kernel.probe import variant_of
-from twinkle.kernel.reclass import installed_on, peel
+from twinkle.kernel.reclass import peel
 from twinkle.kernel.targets import Site
 from twinkle.reasons import Reason
 
@@ -29,13 +27,11 @@ class Norm:
 
     Attributes:
         variant: what it computes, in the terms of the op ``rms_norm``; it has a weight.
-        original: its class's forward.
-        known: ways to call it that its module was met with -> whether they run the original or what serves it.
+        passed: what its module ran, or a kernel of ``rms_norm`` in its place; weight and eps are read at each call.
     """
 
     variant: RMSNormVariant
-    original: Callable[..., Any]
-    known: dict[Any, bool] = field(default_factory=dict, compare=False)
+    passed: Passed
 
     @property
     def kind(self) -> dict[str, Any]:
@@ -55,35 +51,8 @@ class Norm:
 
     def why_call(self, module: Any) -> str | None:
         """Why the module has to be called after all; None for the ordinary one."""
-        cls: Any = type(module)
-        if is_compiling():
-            runs = _runs(cls, self.original)
-        else:  # what an installed forward is doesn't change
-            way = cls.__call__, cls.forward
-            known = self.known.get(way)
-            runs = self.known.setdefault(way, _runs(cls, self.original)) if known is None else known
-        if not runs:
-            return "a norm is not, or does not run, what was there when the kernel was installed"
-        if "forward" in module.__dict__:
-            return "a norm has a forward of its own"
-        if hooks_on(module):
-            return "a norm has hooks"
-        return None
-
-
-@assume_constant_result
-def _runs(cls: Any, original: Callable[..., Any]) -> bool:
-    """Whether instances of a class, when called, run that forward, or what the op ``rms_norm`` has put in its place."""
-    if cls.__call__ is not nn.Module.__call__:
-        return False
-    forward = cls.forward
-    if forward is original:
-        return True
-    installed = installed_on(cls)
-    method = installed.methods.get("forward") if installed else None
-    if method is None or method.function is not forward:
-        return False
-    return method.original is original and method.row.op == "rms_norm"
+        reason = self.passed.why_call(module)
+        return None if reason is None else f"a norm {reason}"
 
 
 def norm_of(module: Any, name: str, like: Site, cache: dict[Hashable, Any]) -> Norm | Reason:
@@ -104,7 +73,7 @@ def norm_of(module: Any, name: str, like: Site, cache: dict[Hashable, Any]) -> N
         return Reason("other-norm", f"its {name} is no RMSNorm that is known: {variant}")
     if variant.weight is None:
         return Reason("other-norm", f"its {name} has no weight")
-    found = Norm(variant, cls.forward)
-    if not _runs(type(module), found.original):
+    found = Norm(variant, Passed(cls.forward, op="rms_norm"))
+    if not found.passed.runs_in(type(module)):
         return Reason("other-norm", f"its {name} is replaced by another, or called in a way of its own")
     return found

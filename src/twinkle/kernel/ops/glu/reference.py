@@ -121,6 +121,10 @@ class GluReference:
 
         return glu_layer("ReferenceGLU", variant, product)
 
+    def called_children(self, variant: GluVariant) -> tuple[str, ...]:
+        """The projections; kernels go past whatever else an MLP has, its activation."""
+        return variant.projections
+
     def example(self, site: Site, variant: GluVariant) -> Example:
         """Narrow inputs: hidden size 32, the intermediate size as it is (96 where it can't be read)."""
         assert site.module is not None
@@ -144,15 +148,13 @@ def small_mlp(
     fused = len(names) == 2
     width = width or hidden * (2 if fused else 1)
     shapes = [(hidden, width)] * (len(names) - 1) + [(width // 2 if fused else width, hidden)]
-    children = {}
+    children: dict[str, Any] = {}
     for index, (name, (inside, outside)) in enumerate(zip(names, shapes, strict=True)):
         linear = nn.Linear(inside, outside, device="meta").to_empty(device="cpu")
         linear.weight.data = random_tensor(outside, inside, seed=20 + index) / inside**0.5
         linear.bias.data = random_tensor(outside, seed=30 + index)
         children[name] = linear
-    twin = stand_in(module, training=training)
-    twin._modules.update(children)
-    return twin
+    return stand_in(module, training=training, **children)
 
 
 def _mlp(twin: Any, x: torch.Tensor, variant: GluVariant) -> torch.Tensor:

@@ -76,10 +76,10 @@ class _Scaled(nn.Module):
 
 def small_block(module: nn.Module, shared: bool, training: bool = True) -> Any:
     """A stand-in whose children are small functions."""
-    twin = stand_in(module, training=training, gate=_Router(), experts=_Experts())
+    children: dict[str, Any] = {"gate": _Router(), "experts": _Experts()}
     if shared:
-        twin._modules.update(shared_expert=_Scaled(3.0, HIDDEN), shared_expert_gate=_Scaled(0.5, 1))
-    return twin
+        children |= {"shared_expert": _Scaled(3.0, HIDDEN), "shared_expert_gate": _Scaled(0.5, 1)}
+    return stand_in(module, training=training, **children)
 
 
 @probed("moe_block")
@@ -88,8 +88,8 @@ def probe(site: Site) -> MoeBlockVariant | Reason:
     assert site.module is not None
     children = set(site.module._modules)
     shared = "shared_expert" in children
-    expected = {"gate", "experts"} | ({"shared_expert", "shared_expert_gate"} if shared else set())
-    if children != expected or any(p is not None for p in site.module._parameters.values()):
+    parameters = [p for p in site.module._parameters.values() if p is not None]
+    if children != set(called_children(MoeBlockVariant(shared))) or parameters:
         return Reason("not-this-op", f"{site.owner.__qualname__} has children {', '.join(sorted(children))}")
     x = uneven(2, 3, HIDDEN, seed=80)
     for training in (True, False):
@@ -98,6 +98,11 @@ def probe(site: Site) -> MoeBlockVariant | Reason:
             text = f"{site.owner.__qualname__} computes more than router, experts and shared expert"
             return Reason("not-this-op", text)
     return MoeBlockVariant(shared)
+
+
+def called_children(variant: MoeBlockVariant) -> tuple[str, ...]:
+    """All of them."""
+    return ("gate", "experts", "shared_expert", "shared_expert_gate") if variant.shared else ("gate", "experts")
 
 
 def build(variant: MoeBlockVariant, compute_dtype: torch.dtype | None = None) -> type[nn.Module]:

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.compiler import is_compiling
 
-from twinkle.kernel.ops.moe.experts_reference import probe
+from twinkle.kernel.ops.moe import experts_reference
 from twinkle.kernel.ops.moe.grouped_mm import has_grouped_mm
+from twinkle.kernel.passed import watched_at
 from twinkle.kernel.reclass import peel
 from twinkle.kernel.registry import availability, backends_of, get_impl, load_impl, refusal
 from twinkle.kernel.targets import Site
@@ -73,15 +74,15 @@ class _Function:
         arguments = module, hidden_states, top_k_index, top_k_weights
         kernel = None if is_compiling() else self._kernel(module, hidden_states)
         if kernel is not None:
-            accepts_call = getattr(kernel, "accepts_call", None)
+            forward, accepts_call = kernel
             refused = accepts_call(*arguments) if accepts_call is not None else None
             if refused is None:
-                return kernel.forward(*arguments)  # type: ignore[no-any-return]
+                return forward(*arguments)  # type: ignore[no-any-return]
             self._tell(module, refused)
         return _theirs(module, hidden_states.device)(*arguments)  # type: ignore[no-any-return]
 
     def _kernel(self, module: Any, hidden_states: torch.Tensor) -> Any:
-        """The layer class that fits the module as it is now; None where none does, with a warning."""
+        """The forward that fits the module as it is now, and its ``accepts_call``; None and a warning without one."""
         state = type(module), module.act_fn, hidden_states.device, hidden_states.dtype
         known, kernel = self._kernels.get(module, (None, None))
         if known != state:
@@ -95,11 +96,15 @@ class _Function:
     def _find(self, module: Any, hidden_states: torch.Tensor) -> Any:
         owner: Any = peel(type(module))
         site = Site(module, owner.__name__, owner, "forward", owner.forward, hidden_states.device, hidden_states.dtype)
-        variant, impl = probe(site), get_impl("moe_experts", self.backend)
+        variant, impl = experts_reference.probe(site), get_impl("moe_experts", self.backend)
         if isinstance(variant, Reason) or isinstance(impl, Reason):
             return variant if isinstance(variant, Reason) else impl
         site = dataclasses.replace(site, variant=variant)
-        return refusal(impl, site) or load_impl(impl, owner.forward, site)
+        loaded = refusal(impl, site) or load_impl(impl, owner.forward, site)
+        if isinstance(loaded, Reason):
+            return loaded
+        accepts_call = getattr(loaded, "accepts_call", None)
+        return loaded.forward, watched_at(site, experts_reference).guard(accepts_call)
 
     def _tell(self, module: Any, reason: Reason | str) -> None:
         name = peel(type(module)).__name__
