@@ -5,7 +5,7 @@ import functools
 import torch
 
 from twinkle.aten import Condition, Home, Kernel, OperatorSpec, Semantics
-from twinkle.aten.conditions import another_device, tensor
+from twinkle.aten.conditions import another_device, beside, tensor
 from twinkle.aten.strided import broadcasts
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -33,8 +33,7 @@ def _shapes_fit(query, key, value, mask, dropout, causal, scale, gqa):
 def _mask_fits(query, key, value, mask, *_):
     if mask is None:
         return True
-    plain = type(mask) in (torch.Tensor, torch.nn.Parameter) and mask.layout is torch.strided and not mask.is_neg()
-    known = plain and mask.dtype in (torch.bool, query.dtype) and mask.device == query.device and mask.dim() > 1
+    known = mask.dtype in (torch.bool, query.dtype) and mask.device == query.device and mask.dim() > 1
     return known and broadcasts(mask.shape, (*query.shape[:3], key.shape[2]))
 
 
@@ -95,6 +94,7 @@ SPEC = OperatorSpec(
             for place, name in enumerate(("query", "key", "value"))
             for condition in tensor(place, name, functools.partial(_qkv, place))
         ),
+        *tensor(3, "attn_mask", lambda t: _call(beside(t, 1, 2, 3, 4), mask=t), without=("empty",), optional=True),
         Condition(
             "dtype",
             "query, key and value have one dtype: float32, bfloat16, float16 or float64",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ class _Subclass(torch.Tensor):
     pass
 
 
-def tensor(index: int, name: str, call: Call, *, without: Sequence[str] = ()) -> tuple[Condition, ...]:
+def tensor(
+    index: int, name: str, call: Call, *, without: Sequence[str] = (), optional: bool = False
+) -> tuple[Condition, ...]:
     """That an argument is a tensor whose elements lie in memory as they are.
 
     Args:
@@ -27,6 +30,7 @@ def tensor(index: int, name: str, call: Call, *, without: Sequence[str] = ()) ->
         name: its name there.
         call: makes a call with a given tensor as that argument.
         without: the codes of those that needn't hold.
+        optional: it may be left out.
     """
 
     def ordinary(*values: Any) -> bool:
@@ -60,7 +64,12 @@ def tensor(index: int, name: str, call: Call, *, without: Sequence[str] = ()) ->
         ),
         Condition("empty", f"{name} has elements", some, lambda d: call(on(d, 3, 0))),
     )
-    return tuple(condition for condition in conditions if condition.code not in without)
+    chosen = tuple(condition for condition in conditions if condition.code not in without)
+    return tuple(replace(c, holds=_or_left_out(index, c.holds)) for c in chosen) if optional else chosen
+
+
+def _or_left_out(index: int, holds: Callable[..., bool]) -> Callable[..., bool]:
+    return lambda *values: values[index] is None or holds(*values)
 
 
 def dense(index: int, name: str, call: Call) -> Condition:
