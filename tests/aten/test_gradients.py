@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,11 +24,15 @@ Back = Callable[..., tuple[torch.Tensor, ...]]
 """From the gradient of a result to those of the arguments, as often as is wanted."""
 
 
-def graph(spec: OperatorSpec, function: Callable[..., torch.Tensor], chip: Profile) -> tuple[torch.Tensor, Back]:
-    """A result of the operator by a function, of a case that is small, and the way back."""
-    case = next(case for case in cases(spec, seeds=1) if case.gradient)
-    values = case.values(chip.device)
-    assert _serving_on(spec, torch.device(chip.device).type).refusal(values) is None, "the kernel takes it"
+def graph(
+    spec: OperatorSpec, function: Callable[..., torch.Tensor], chip: Profile, dtype: torch.dtype = torch.float64
+) -> tuple[torch.Tensor, Back]:
+    """A result of the operator by a function, of a case that the kernel takes, small in float64; and the way back."""
+    takes = _serving_on(spec, torch.device(chip.device).type).refusal
+    wanted = (
+        case for case in cases(spec, seeds=1) if (case.gradient if dtype is torch.float64 else case.dtype is dtype)
+    )
+    values = next(values for case in wanted if takes(values := case.values(chip.device)) is None)
     floating = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor) and value.is_floating_point()]
     inputs = [values[i].requires_grad_() for i in floating]
     if Semantics.IN_PLACE in spec.semantics:
@@ -95,6 +100,20 @@ def apply(
     result, back = graph(spec, function, chip)
     grad = torch.linspace(-1, 2, result.numel(), dtype=result.dtype, device=result.device).view(result.shape)
     return kind(back, grad), back(grad)
+
+
+@pytest.mark.parametrize("operator", DIFFERENTIABLE, ids=lambda spec: spec.name)
+def test_autocast_has_no_say_in_what_is_computed_inside(operator: OperatorSpec, chip: Profile) -> None:
+    """Around the call of a kernel, or around the backward pass alone: the numbers are those without it."""
+    autocast = functools.partial(torch.autocast, torch.device(chip.device).type, torch.bfloat16)
+    found = []
+    for forward, backward in ((False, False), (True, False), (False, True)):
+        with autocast(enabled=forward):
+            result, back = graph(operator, operator.aten, chip, torch.float32)
+        with autocast(enabled=backward):
+            found.append([result.detach(), *back(torch.ones_like(result))])
+    for each in found[1:]:
+        assert all(map(torch.equal, each, found[0]))
 
 
 def or_error(work: Callable[[], Any]) -> Any:
