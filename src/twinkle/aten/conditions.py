@@ -12,6 +12,9 @@ from twinkle.aten.arguments import PLAIN
 from twinkle.aten.spec import Condition
 from twinkle.aten.strided import CASTS, is_dense
 
+_is_functional = torch._is_functional_tensor
+"""Whether a tensor stands for another one, as code that functionalizes a program makes them: it has no memory."""
+
 Call = Callable[[torch.Tensor], tuple[Any, ...]]
 """Makes all arguments of a call from one tensor."""
 
@@ -42,7 +45,7 @@ def tensor(
 
     def as_stored(*values: Any) -> bool:
         t = values[index]
-        return not (t.is_conj() or t.is_neg() or t._is_zerotensor())
+        return not (t.is_conj() or t.is_neg() or t._is_zerotensor() or _is_functional(t))
 
     def some(*values: Any) -> bool:
         return bool(values[index].numel() > 0)
@@ -57,7 +60,7 @@ def tensor(
         Condition("layout", f"{name} is strided", strided, lambda d: call(on(d, 3, 4).to_sparse())),
         Condition(
             "lazy-bits",
-            f"{name} carries no pending conjugation or negation",
+            f"{name} carries no pending conjugation, negation or functionalization",
             as_stored,
             lambda d: call(on(d, 3, 4, dtype=torch.complex64).conj()),
             each_time=True,
