@@ -25,18 +25,29 @@ Back = Callable[..., tuple[torch.Tensor, ...]]
 
 
 def graph(
-    spec: OperatorSpec, function: Callable[..., torch.Tensor], chip: Profile, dtype: torch.dtype = torch.float64
+    spec: OperatorSpec,
+    function: Callable[..., torch.Tensor],
+    chip: Profile,
+    dtype: torch.dtype = torch.float64,
+    given: list[Any] | None = None,
 ) -> tuple[torch.Tensor, Back]:
-    """A result of the operator by a function, of a case that the kernel takes, small in float64; and the way back."""
+    """A result of the operator by a function, of a case that the kernel takes, small in float64 if it can be; and the
+    way back.
+
+    Args:
+        given: gets the call's arguments.
+    """
     takes = _serving_on(spec, torch.device(chip.device).type).refusal
-    wanted = (
-        case for case in cases(spec, seeds=1) if (case.gradient if dtype is torch.float64 else case.dtype is dtype)
-    )
+    every = list(cases(spec, seeds=1))
+    small = [case for case in every if case.gradient and dtype is torch.float64]
+    wanted = (*small, *(case for case in every if case.dtype is torch.float32))
     values = next(values for case in wanted if takes(values := case.values(chip.device)) is None)
     floating = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor) and value.is_floating_point()]
     inputs = [values[i].requires_grad_() for i in floating]
     if Semantics.IN_PLACE in spec.semantics:
         values[0] = values[0] * 1  # a leaf can't be written
+    if given is not None:
+        given += values
     torch.manual_seed(0)
     result = Arguments(spec.overload).call(function, values)
 
@@ -114,6 +125,35 @@ def test_autocast_has_no_say_in_what_is_computed_inside(operator: OperatorSpec, 
             found.append([result.detach(), *back(torch.ones_like(result))])
     for each in found[1:]:
         assert all(map(torch.equal, each, found[0]))
+
+
+SAVED_ALIKE = [spec for spec in DIFFERENTIABLE if spec.name != "scaled_dot_product_attention"]
+"""Of PyTorch's several kernels for attention, some save copies."""
+
+
+@pytest.mark.parametrize("operator", SAVED_ALIKE, ids=lambda spec: spec.name)
+def test_an_argument_may_be_written_before_the_backward_pass_where_it_may_natively(
+    operator: OperatorSpec, chip: Profile
+) -> None:
+    """As an optimizer or a teacher's average writes parameters; what the derivative needs can't be."""
+
+    def raised(function: Callable[..., torch.Tensor], place: int) -> bool:
+        values: list[Any] = []
+        result, back = graph(operator, function, chip, given=values)
+        with torch.no_grad():
+            values[place].add_(0)
+        try:
+            back(torch.ones_like(result))
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error)
+            return True
+        return False
+
+    values: list[Any] = []
+    graph(operator, operator.native, chip, given=values)
+    places = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
+    found = {place: (raised(operator.native, place), raised(operator.aten, place)) for place in places}
+    assert not any(ours and not native for native, ours in found.values()), found
 
 
 def or_error(work: Callable[[], Any]) -> Any:

@@ -51,6 +51,7 @@ class Serving:
         self.function = spec.home.load(kernel.path)
         self._places = spec.differentiable
         self._pullback = None if spec.pullback is None else spec.home.load(spec.pullback)
+        self._shape_only = spec.shape_only
         self._differentiable = self._with_pullback(spec, kernel)
 
     def refusal(self, values: list[Any]) -> str | None:
@@ -138,8 +139,11 @@ class _Differentiable(torch.autograd.Function):
                 result, ctx.pullback = without_autocast(serving._differentiable, list(values))
             else:
                 result, ctx.pullback = serving.run(list(values)), serving._pullback
-                ctx.others = [None if isinstance(value, torch.Tensor) else value for value in values]
-                ctx.save_for_backward(*(value if isinstance(value, torch.Tensor) else None for value in values))
+                needed = list(values)
+                for place in serving._shape_only:
+                    needed[place] = values[place].shape
+                ctx.others = [None if isinstance(value, torch.Tensor) else value for value in needed]
+                ctx.save_for_backward(*(value if isinstance(value, torch.Tensor) else None for value in needed))
         if serving._in_place:
             ctx.mark_dirty(values[0])
         ctx.count = len(values)
