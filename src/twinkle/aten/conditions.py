@@ -200,6 +200,42 @@ SAME_DTYPE = Condition(
 )
 """Of a copy's two leading arguments."""
 
+
+def rounded(made: Callable[..., torch.dtype | None], beyond: Callable[[torch.device], tuple[Any, ...]]) -> Condition:
+    """That where Triton's programs are interpreted, the numbers that a kernel makes are rounded to the nearest.
+
+    Args:
+        made: of a call's arguments, the dtype in which the kernel makes numbers; None where it moves them as they are.
+        beyond: makes a call whose numbers are bfloat16.
+    """
+
+    def holds(*values: Any) -> bool:
+        return made(*values) is not torch.bfloat16 or _rounds()
+
+    def bfloat16(device: torch.device) -> tuple[Any, ...]:
+        if _rounds():
+            raise NotImplementedError("they are rounded here")
+        return beyond(device)
+
+    return Condition("interpreter", "where Triton interprets it, it rounds numbers of the dtype", holds, bfloat16)
+
+
+def _rounds() -> bool:
+    from twinkle.triton_programs import interpreted
+
+    if not interpreted():
+        return True
+    from twinkle.triton_dot import rounds
+
+    return rounds()
+
+
+ROUNDED_CAST = rounded(
+    lambda to, source, *_: None if to.dtype == source.dtype else to.dtype,
+    lambda device: _pair(device, torch.bfloat16, torch.float32),
+)
+"""Of a copy's two leading arguments."""
+
 READABLE = frozenset(
     {
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64),
