@@ -5,7 +5,7 @@ import functools
 import torch
 
 from twinkle.aten import Condition, Home, Kernel, OperatorSpec, Semantics
-from twinkle.aten.conditions import CASTABLE, SAME_DTYPE, another_device, tensor
+from twinkle.aten.conditions import CASTABLE, ROUNDED_CAST, SAME_DTYPE, another_device, tensor
 from twinkle.aten.gradients import overwrite
 from twinkle.aten.movements import MOVEMENTS, laid_out, movement
 from twinkle.aten.routes import Work
@@ -37,7 +37,7 @@ SPEC = OperatorSpec(
     home=Home.of(__name__, __file__),
     semantics=Semantics.IN_PLACE,
     kernels={
-        "triton": Kernel("kernel.triton_level:copy__triton", (CASTABLE,)),
+        "triton": Kernel("kernel.triton_level:copy__triton", (CASTABLE, ROUNDED_CAST)),
         "torch": Kernel("kernel.torch_level:copy__torch", (SAME_DTYPE,)),
     },
     conditions=(

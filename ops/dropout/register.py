@@ -3,10 +3,15 @@
 import torch
 
 from twinkle.aten import Condition, Home, Kernel, OperatorSpec, Semantics
-from twinkle.aten.conditions import dense, tensor
+from twinkle.aten.conditions import dense, rounded, tensor
 from twinkle.aten.routes import ANY, Work
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def _bfloat16(device):
+    return torch.ones(3, 4, dtype=torch.bfloat16, device=device), 0.5, True
+
 
 SPEC = OperatorSpec(
     schema="dropout(Tensor input, float p, bool train) -> Tensor",
@@ -15,7 +20,7 @@ SPEC = OperatorSpec(
     kernels={
         "triton": Kernel(
             "kernel.triton_level:dropout_triton",
-            (dense(0, "input", lambda t: (t, 0.5, True)),),
+            (dense(0, "input", lambda t: (t, 0.5, True)), rounded(lambda input, p, train: input.dtype, _bfloat16)),
             with_pullback="kernel.triton_level:dropout_triton_with_pullback",
         ),
         "torch": Kernel(

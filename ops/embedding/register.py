@@ -95,6 +95,7 @@ SPEC = OperatorSpec(
     ),
     work=Work(_elements, samples={ANY: _sample}),
     pullback="kernel.torch_level:embedding_pullback",
+    shape_only=(0,),
     derivative="backward.register:SPEC",
     reference="reference:embedding_reference",
 )

@@ -5,13 +5,18 @@ import functools
 import torch
 
 from twinkle.aten import Condition, Home, Kernel, OperatorSpec, Semantics
-from twinkle.aten.conditions import another_device, tensor
+from twinkle.aten.conditions import another_device, beside, tensor
 from twinkle.aten.strided import broadcasts
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LONG = 1024
 """As many queries are PyTorch's own: its kernels are faster there."""
 WIDEST = 256
+HELD = 4
+"""So many matrices of scores, in float32 or float64, the gradient holds at once."""
+MOST_HELD = 32 * 2**20
+"""Bytes of them. PyTorch's own kernels never hold one: with much more, a model whose gradients fitted into memory would
+no longer."""
 
 
 def _ones(device, *shape, **options):
@@ -33,9 +38,35 @@ def _shapes_fit(query, key, value, mask, dropout, causal, scale, gqa):
 def _mask_fits(query, key, value, mask, *_):
     if mask is None:
         return True
-    plain = type(mask) in (torch.Tensor, torch.nn.Parameter) and mask.layout is torch.strided and not mask.is_neg()
-    known = plain and mask.dtype in (torch.bool, query.dtype) and mask.device == query.device and mask.dim() > 1
+    known = mask.dtype in (torch.bool, query.dtype) and mask.device == query.device and mask.dim() > 1
     return known and broadcasts(mask.shape, (*query.shape[:3], key.shape[2]))
+
+
+def _gradient_fits(query, key, value, mask, *_):
+    given = [t for t in (query, key, value, mask) if t is not None]
+    if not (torch.is_grad_enabled() and any(t.requires_grad for t in given)):
+        return True
+    scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
+    return HELD * scores * max(query.dtype.itemsize, torch.float32.itemsize) <= MOST_HELD
+
+
+def _large_gradient(device):
+    return _call(_ones(device, 1, 1, LONG - 1, 1).requires_grad_(), _ones(device, 1, 1, MOST_HELD // (HELD * LONG), 1))
+
+
+def _any_backend(*_):
+    """Each of the switches is on, whatever the device; all are at first."""
+    of = torch._C
+    return (
+        of._get_flash_sdp_enabled()
+        and of._get_mem_efficient_sdp_enabled()
+        and of._get_math_sdp_enabled()
+        and of._get_cudnn_sdp_enabled()
+    )
+
+
+def _no_arguments(device):
+    raise NotImplementedError("the process has these switches, not a call")
 
 
 def _multiplied(query, *_):
@@ -95,6 +126,7 @@ SPEC = OperatorSpec(
             for place, name in enumerate(("query", "key", "value"))
             for condition in tensor(place, name, functools.partial(_qkv, place))
         ),
+        *tensor(3, "attn_mask", lambda t: _call(beside(t, 1, 2, 3, 4), mask=t), without=("empty",), optional=True),
         Condition(
             "dtype",
             "query, key and value have one dtype: float32, bfloat16, float16 or float64",
@@ -137,6 +169,13 @@ SPEC = OperatorSpec(
             lambda query, key, value, mask, dropout, *_: dropout == 0,
             lambda device: _call(_ones(device), dropout=0.5),
         ),
+        Condition(
+            "backend-chosen",
+            "PyTorch may choose among its own kernels: no program took that away by torch.nn.attention.sdpa_kernel",
+            _any_backend,
+            _no_arguments,
+            each_time=True,
+        ),
     ),
     routing=(
         Condition(
@@ -144,6 +183,13 @@ SPEC = OperatorSpec(
             "there are fewer than 1024 queries, or a mask",
             lambda query, key, value, mask, *_: query.shape[2] < LONG or mask is not None,
             lambda device: _call(_ones(device, 1, 1, LONG, 2), _ones(device, 1, 1, 3, 2)),
+        ),
+        Condition(
+            "large-gradient",
+            "no gradient is wanted, or it holds at most 32 MiB of scores: in float32, two million of all heads",
+            _gradient_fits,
+            _large_gradient,
+            each_time=True,
         ),
     ),
     pullback="kernel.torch_level:scaled_dot_product_attention_pullback",

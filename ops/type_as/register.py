@@ -5,7 +5,7 @@ import functools
 import torch
 
 from twinkle.aten import Condition, Home, Kernel, OperatorSpec, Semantics
-from twinkle.aten.conditions import CASTABLE, another_device, tensor
+from twinkle.aten.conditions import CASTABLE, another_device, rounded, tensor
 from twinkle.aten.gradients import conversion
 from twinkle.aten.movements import MOVEMENTS, laid_out, movement_of_result
 from twinkle.aten.routes import Work
@@ -23,12 +23,20 @@ def _sample(movement, elements, device, dtype):
     return laid_out(sizes, strides, other, device), torch.ones(1, dtype=dtype, device=device)
 
 
+def _made(self, other):
+    return other.dtype
+
+
+def _to_bfloat16(device):
+    return torch.ones(3, 4, device=device), torch.ones(3, dtype=torch.bfloat16, device=device)
+
+
 SPEC = OperatorSpec(
     schema="type_as(Tensor self, Tensor other) -> Tensor",
     home=Home.of(__name__, __file__),
     semantics=Semantics.MAY_ALIAS,
     kernels={
-        "triton": Kernel("kernel.triton_level:type_as_triton", (CASTABLE,)),
+        "triton": Kernel("kernel.triton_level:type_as_triton", (CASTABLE, rounded(_made, _to_bfloat16))),
         "torch": Kernel("kernel.torch_level:type_as_torch"),
     },
     conditions=(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as attention
 
 from tests.aten.conftest import DEVICE, TRITON
@@ -146,6 +147,54 @@ def test_a_query_whose_heads_share_memory(chip: Profile) -> None:
     with install([NAME], platform=chip.platform) as installed:
         assert torch.equal(attention(query, key, key), key), "there is one key, whose value is the result"
         assert served(installed) == {"kernel": 1}
+
+
+@pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION])
+def test_a_program_that_chooses_among_pytorchs_kernels_gets_one_of_those(backend: SDPBackend, chip: Profile) -> None:
+    """Or its exception, where the device has none such."""
+
+    def work() -> Any:
+        try:
+            with sdpa_kernel(backend):
+                return attention(*tensors())
+        except RuntimeError as error:
+            return type(error)
+
+    native = work()
+    with install([NAME], platform=chip.platform) as installed:
+        ours = work()
+        assert served(installed) == {"backend-chosen": 1}
+        attention(*tensors())
+        assert served(installed) == {"backend-chosen": 1, "kernel": 1}
+    assert ours is native if isinstance(native, type) else torch.equal(ours, native)
+
+
+def test_a_gradient_that_would_fill_the_memory_is_pytorchs(chip: Profile) -> None:
+    """A mask of 1024 tokens, for four heads: the gradient of our kernel would hold the scores, several times."""
+    query, key, value = (torch.randn(1, 4, 1024, 4, device=DEVICE) for _ in range(3))
+    mask = torch.ones(1024, 1024, dtype=torch.bool, device=DEVICE).tril()
+    with install([NAME], platform=chip.platform) as installed:
+        attention(query[:, :, :600], key, value.requires_grad_(), attn_mask=mask[:600]).sum().backward()
+        assert served(installed) == {"large-gradient": 1}
+        attention(query[:, :, :100], key, value, attn_mask=mask[:100]).sum().backward()
+        with torch.no_grad():
+            attention(query[:, :, :600], key[:, :, :2], value[:, :, :2], attn_mask=mask[:600, :2])
+        assert served(installed) == {"large-gradient": 1, "kernel": 2}
+
+
+@pytest.mark.skipif(not TRITON, reason="it is the Triton kernel's grid")
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_grid_that_is_smaller_than_the_work(causal: bool, chip: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ops.scaled_dot_product_attention.kernel import triton_level
+
+    query, key, value = tensors(130, 70)
+    native = attention(query, key, value, is_causal=causal)
+    monkeypatch.setattr(triton_level, "most_programs", lambda device: 4)  # of three blocks for each of two heads
+    triton_level._program.cache_clear()
+    with install([NAME], platform=chip.platform) as installed:
+        assert torch.allclose(attention(query, key, value, is_causal=causal), native, rtol=1e-5, atol=1e-6)
+        assert served(installed) == {"kernel": 1}
+    triton_level._program.cache_clear()
 
 
 @pytest.mark.multiprocess

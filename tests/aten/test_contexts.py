@@ -167,6 +167,28 @@ def test_a_transform(name: str, chip: Profile, transform: str) -> None:
     assert set(served) <= {"kernel", "functorch", "forward-mode-ad", "device", "number", "lazy-bits", "subclass"}
 
 
+@pytest.mark.parametrize("synced", [False, True])
+def test_a_wrapper_of_functionalization(name: str, chip: Profile, synced: bool) -> None:
+    """As AOTAutograd makes them, outside of a transform: what it stands for has the elements."""
+
+    def work() -> torch.Tensor:
+        x = torch._to_functional_tensor(matrix())
+        used = [torch.full((4, 3), 7.0, device=DEVICE) for _ in range(50)]
+        del used  # what isn't written holds sevens
+        torch._enable_functionalization(reapply_views=True)
+        try:
+            result = USES[name](x)
+            if synced:
+                torch._sync(result)
+            return torch._from_functional_tensor(result)
+        finally:
+            torch._disable_functionalization()
+
+    spec = catalog.operator(name)
+    native, ours, served = both(spec, chip, lambda: or_error(work))
+    assert same(spec, ours, native, served)
+
+
 def test_an_autograd_router_leaves_transforms_to_native(chip: Profile) -> None:
     work = lambda: TRANSFORMS["grad"](USES["contiguous"], matrix())  # noqa: E731
     assert both(catalog.operator("contiguous"), chip, work)[2].get("functorch", 0) > 0

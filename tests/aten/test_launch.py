@@ -121,6 +121,29 @@ def test_the_second_call_of_a_layout_is_started_at_once(name: str, kernels: dict
             assert second[parameter] == value, parameter
 
 
+LARGE: dict[str, Callable[[], Any]] = {
+    "copy_tiles": lambda: strided.triton_copy(aligned(100, 100), aligned(100, 100).t()),
+    "drop": lambda: dropout.dropout_triton(aligned(9000), 0.5, True),
+    "gather_rows": lambda: embedding.embedding_triton(aligned(6, 4), torch.tensor([1] * 9)),
+    "sum_rows": lambda: embedding_backward.embedding_dense_backward_triton(
+        aligned(9, 4), torch.tensor([1] * 9), 6, -1, False
+    ),
+    "attend": lambda: attention.scaled_dot_product_attention_triton(*[aligned(2, 3, 3, 4)] * 3),
+    "silu_elements": lambda: silu.silu_triton(aligned(9000)),
+}
+"""Work for more than three programs, by kernel."""
+
+
+@pytest.mark.parametrize("name", HOMES)
+def test_no_grid_is_larger_than_the_device_accepts(
+    name: str, kernels: dict[str, Kernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (launch, HOMES[name][0]):  # each looks it up where it imports it
+        monkeypatch.setattr(module, "most_programs", lambda device: 3, raising=False)
+    LARGE[name]()
+    assert [launched["grid"] for launched in kernels[name].compiled] == [(3,)]
+
+
 ALIKE: dict[str, Callable[[], list[Any]]] = {
     "item sizes": lambda: [
         strided.triton_copy(aligned(8, dtype=dtype), aligned(8, dtype=dtype))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,11 +12,11 @@ import torch
 
 from tests.aten.conftest import DEVICE
 from twinkle.aten import Condition, Profile, catalog
-from twinkle.aten.arguments import layout
+from twinkle.aten.arguments import Arguments, layout
 from twinkle.aten.harness import op_level
-from twinkle.aten.harness.remembered import looks_at_more
+from twinkle.aten.harness.remembered import kinds_of_calls, lazy_pairs, looks_at_more
 from twinkle.aten.serving import Serving
-from twinkle.aten.spec import OperatorSpec
+from twinkle.aten.spec import OperatorSpec, Semantics
 from twinkle.memory import Memory
 from twinkle.platforms import PLATFORMS
 from twinkle.reasons import Counts
@@ -166,7 +167,50 @@ def test_all_conditions_of_the_library_say_so(spec: OperatorSpec) -> None:
             *each.routing,
             *(c for kernel in each.kernels.values() for c in kernel.conditions),
         ]
-        assert [c.code for c in conditions if looks_at_more(c, torch.device(DEVICE))] == []
+        kinds = kinds_of_calls(each, torch.device(DEVICE))
+        assert [c.code for c in conditions if looks_at_more(c, torch.device(DEVICE), kinds)] == []
+        may_be = [i for i, argument in enumerate(each.overload._schema.arguments) if "Tensor" in str(argument.type)]
+        assert all(any(isinstance(call[i], torch.Tensor) for call in kinds) for i in may_be), "each was tried"
+
+
+def lazy_calls(spec: OperatorSpec, chip: Profile) -> Iterator[tuple[str, list[Any], list[Any]]]:
+    """Calls with one tensor whose elements aren't what its memory holds, each beside one that is laid out alike."""
+    for n, call in enumerate(kinds_of_calls(spec, torch.device(chip.device))):
+        for place, value in enumerate(call):
+            for one, other in lazy_pairs(value) if isinstance(value, torch.Tensor) else ():
+                plain, lazy = ([*call[:place], t, *call[place + 1 :]] for t in (one, other))
+                yield f"call {n}, {spec.overload._schema.arguments[place].name}", plain, lazy
+
+
+def test_a_call_with_lazy_bits_after_one_like_it_without(registrable: OperatorSpec, chip: Profile) -> None:
+    """Which is taken, and remembered. The kernel takes the other one of the same elements only if it knows of such."""
+    for spec in filter(None, (registrable, registrable.companion)):
+        operator = functools.partial(Arguments(spec.overload).call, spec.native)
+        for name, plain, lazy in lazy_calls(spec, chip):
+            expected = result_or_error(operator, plain)
+            with spec.register_a1(platform=chip.platform) as registration:
+                result_or_error(operator, plain)
+                registration.count_in(Counts())
+                ours = result_or_error(operator, lazy)
+            counts = registration.counts
+            # Native isn't judged: of a query that is zero and has no memory, its attention reads some all the same.
+            assert counts.errors == 0 and (not counts.kernel or alike(spec, ours, expected)), name
+
+
+def result_or_error(operator: Callable[[list[Any]], Any], values: list[Any]) -> Any:
+    try:
+        return operator(values)
+    except Exception as error:
+        return type(error)
+
+
+def alike(spec: OperatorSpec, one: Any, other: Any) -> bool:
+    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return bool(one == other)
+    if spec.semantics & (Semantics.RANDOM | Semantics.ALLOCATES):
+        return one.shape == other.shape
+    rounding = 1e-2 if one.dtype.itemsize == 2 else 1e-5
+    return torch.allclose(one, other, rtol=rounding, atol=rounding, equal_nan=True)
 
 
 @pytest.mark.parametrize("each_time", [False, True])

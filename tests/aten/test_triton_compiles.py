@@ -80,8 +80,9 @@ def test_attend(dtype: str, mask: int, width: int, out_width: int) -> None:
     signature |= dict.fromkeys(
         ("to_strides", "query_strides", "key_strides", "value_strides", "mask_strides"), ("i32",) * 4
     )
-    signature |= dict.fromkeys(("blocks", "heads", "group", "queries", "keys", "width", "out_width"), "i32")
+    signature |= dict.fromkeys(("blocks", "heads", "group", "queries", "keys", "width", "out_width", "total"), "i32")
     double = dtype == "fp64"
     rows = 16 if double else 64
     constants = {"SCALE": 0.125, "MASK": mask, "CAUSAL": mask == 0, "DOUBLE": double, "ROWS": rows, "COLUMNS": rows}
-    assert compile_for_gpu(attend, signature, constants | {"WIDTH": width, "OUT_WIDTH": out_width}).asm["cubin"]
+    constants |= {"WIDTH": width, "OUT_WIDTH": out_width, "ONCE": width > 16}
+    assert compile_for_gpu(attend, signature, constants).asm["cubin"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from twinkle.aten.gradients import is_plain
 from twinkle.aten.launch import most_programs, program
 from twinkle.aten.spec import Pullback
 from twinkle.aten.strided import triton_copy
@@ -26,23 +27,31 @@ def dropout_triton(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 def dropout_triton_with_pullback(input: torch.Tensor, p: float, train: bool) -> tuple[torch.Tensor, Pullback]:
     """The result, and the gradient of ``input`` from that of the result."""
     seed, strides = _draw_seed(input.device), input.stride()
-    return _drop(input, p, seed), lambda grad: (_Again.apply(grad, p, seed, strides),)
+    return _drop(input, p, seed), lambda grad: (_drop_again(grad, p, seed, strides),)
+
+
+def _drop_again(grad: torch.Tensor, p: float, seed: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """The same elements dropped of another tensor; the mask belongs to positions in the input's memory."""
+    if is_plain(grad):
+        return _Again.apply(grad, p, seed, strides)  # type: ignore[no-any-return]
+    ones = torch.empty_strided(grad.shape, strides, dtype=grad.dtype, device=grad.device).fill_(1)
+    return grad * _drop(ones, p, seed)
 
 
 class _Again(torch.autograd.Function):
-    """The same elements dropped of another tensor; its own gradient is the same once more."""
+    """Its own gradient is the same once more."""
 
     @staticmethod
     def forward(ctx: Any, grad: torch.Tensor, p: float, seed: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
         ctx.rest = p, seed, strides
-        if grad.stride() != strides:  # the mask belongs to positions in the input's memory
+        if grad.stride() != strides:
             given, grad = grad, torch.empty_strided(grad.shape, strides, dtype=grad.dtype, device=grad.device)
             triton_copy(grad, given)
         return _drop(grad, p, seed)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return _Again.apply(grad, *ctx.rest), None, None, None
+        return _drop_again(grad, *ctx.rest), None, None, None
 
 
 def _draw_seed(device: torch.device) -> torch.Tensor:

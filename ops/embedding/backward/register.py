@@ -3,7 +3,7 @@
 import torch
 
 from twinkle.aten import Condition, Home, Kernel, OperatorSpec, Semantics
-from twinkle.aten.conditions import one_device, tensor
+from twinkle.aten.conditions import one_device, rounded, tensor
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -30,7 +30,15 @@ SPEC = OperatorSpec(
     home=Home.of(__name__, __file__),
     semantics=Semantics.ROUNDS,
     kernels={
-        "triton": Kernel("kernel.triton_level:embedding_dense_backward_triton"),
+        "triton": Kernel(
+            "kernel.triton_level:embedding_dense_backward_triton",
+            (
+                rounded(
+                    lambda grad, *_: grad.dtype,
+                    lambda device: _of(torch.ones(3, 4, dtype=torch.bfloat16, device=device)),
+                ),
+            ),
+        ),
         "torch": Kernel("kernel.torch_level:embedding_dense_backward_torch"),
     },
     conditions=(
@@ -55,5 +63,6 @@ SPEC = OperatorSpec(
         ),
     ),
     pullback="kernel.torch_level:embedding_dense_backward_pullback",
+    shape_only=(0,),
     reference="reference:embedding_dense_backward_reference",
 )

@@ -18,12 +18,11 @@ def embedding_torch(
 
 def embedding_pullback(
     grad: torch.Tensor,
-    weight: torch.Tensor,
+    shape: torch.Size,
     indices: torch.Tensor,
     padding_idx: int,
     scale_grad_by_freq: bool,
     sparse: bool,
 ) -> tuple[torch.Tensor]:
-    """The gradient of ``weight``, sparse where that is asked for; the dense one is our kernel's again."""
-    rows = weight.shape[0]
-    return (torch.ops.aten.embedding_backward(grad, indices, rows, padding_idx, scale_grad_by_freq, sparse),)
+    """The gradient of ``weight``, from its shape: sparse where that is asked for, else our kernel's again."""
+    return (torch.ops.aten.embedding_backward(grad, indices, shape[0], padding_idx, scale_grad_by_freq, sparse),)

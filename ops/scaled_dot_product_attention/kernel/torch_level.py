@@ -71,7 +71,8 @@ def _repeated(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 
 def _summed(grad: torch.Tensor, heads: int) -> torch.Tensor:
     """What :func:`_repeated` has repeated, added."""
-    return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
+    batch, many, *rest = grad.shape
+    return grad if many == heads else grad.reshape(batch, heads, many // heads, *rest).sum(2)
 
 
 def _weights(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> torch.Tensor:

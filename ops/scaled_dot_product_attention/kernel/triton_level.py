@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import triton
 
-from twinkle.aten.launch import program
+from twinkle.aten.launch import most_programs, program
 
 from .programs import attend
 
@@ -63,7 +63,8 @@ def _program(
     double = dtype is torch.float64
     rows, columns = (SMALL, SMALL) if double else (ROWS, COLUMNS)
     blocks = math.ceil(queries / rows)
-    numbers = blocks, heads, heads // key[1], queries, key[2], width, out_width
+    total, most = blocks * batch * heads, most_programs(device)
+    numbers = blocks, heads, heads // key[1], queries, key[2], width, out_width, total
     constants: dict[str, Any] = {
         "SCALE": 1 / math.sqrt(width) if scale is None else scale,  # a number would arrive in float32
         "MASK": mask,
@@ -73,5 +74,6 @@ def _program(
         "COLUMNS": columns,
         "WIDTH": max(triton.next_power_of_2(width), SMALL),
         "OUT_WIDTH": max(triton.next_power_of_2(out_width), SMALL),
+        "ONCE": total <= most,
     }
-    return program(attend, blocks * batch * heads, *strides, *numbers, **constants)
+    return program(attend, min(total, most), *strides, *numbers, **constants)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from twinkle.aten.spec import Condition
 from twinkle.aten.strided import CASTS, is_dense
 from twinkle.naming import dtype_name
 
+_is_functional = torch._is_functional_tensor
+"""Whether a tensor stands for another one, as code that functionalizes a program makes them: it has no memory."""
+
 Call = Callable[[torch.Tensor], tuple[Any, ...]]
 """Makes all arguments of a call from one tensor."""
 
@@ -20,7 +24,9 @@ class _Subclass(torch.Tensor):
     pass
 
 
-def tensor(index: int, name: str, call: Call, *, without: Sequence[str] = ()) -> tuple[Condition, ...]:
+def tensor(
+    index: int, name: str, call: Call, *, without: Sequence[str] = (), optional: bool = False
+) -> tuple[Condition, ...]:
     """That an argument is a tensor whose elements lie in memory as they are.
 
     Args:
@@ -28,6 +34,7 @@ def tensor(index: int, name: str, call: Call, *, without: Sequence[str] = ()) ->
         name: its name there.
         call: makes a call with a given tensor as that argument.
         without: the codes of those that needn't hold.
+        optional: it may be left out.
     """
 
     def ordinary(*values: Any) -> bool:
@@ -39,7 +46,7 @@ def tensor(index: int, name: str, call: Call, *, without: Sequence[str] = ()) ->
 
     def as_stored(*values: Any) -> bool:
         t = values[index]
-        return not (t.is_conj() or t.is_neg() or t._is_zerotensor())
+        return not (t.is_conj() or t.is_neg() or t._is_zerotensor() or _is_functional(t))
 
     def some(*values: Any) -> bool:
         return bool(values[index].numel() > 0)
@@ -54,14 +61,19 @@ def tensor(index: int, name: str, call: Call, *, without: Sequence[str] = ()) ->
         Condition("layout", f"{name} is strided", strided, lambda d: call(on(d, 3, 4).to_sparse())),
         Condition(
             "lazy-bits",
-            f"{name} carries no pending conjugation or negation",
+            f"{name} carries no pending conjugation, negation or functionalization",
             as_stored,
             lambda d: call(on(d, 3, 4, dtype=torch.complex64).conj()),
             each_time=True,
         ),
         Condition("empty", f"{name} has elements", some, lambda d: call(on(d, 3, 0))),
     )
-    return tuple(condition for condition in conditions if condition.code not in without)
+    chosen = tuple(condition for condition in conditions if condition.code not in without)
+    return tuple(replace(c, holds=_or_left_out(index, c.holds)) for c in chosen) if optional else chosen
+
+
+def _or_left_out(index: int, holds: Callable[..., bool]) -> Callable[..., bool]:
+    return lambda *values: values[index] is None or holds(*values)
 
 
 def dense(index: int, name: str, call: Call) -> Condition:
@@ -182,6 +194,42 @@ SAME_DTYPE = Condition(
     "the dtypes are equal",
     lambda to, source, *_: to.dtype == source.dtype,
     lambda device: _pair(device, torch.float16, torch.float32),
+)
+"""Of a copy's two leading arguments."""
+
+
+def rounded(made: Callable[..., torch.dtype | None], beyond: Callable[[torch.device], tuple[Any, ...]]) -> Condition:
+    """That where Triton's programs are interpreted, the numbers that a kernel makes are rounded to the nearest.
+
+    Args:
+        made: of a call's arguments, the dtype in which the kernel makes numbers; None where it moves them as they are.
+        beyond: makes a call whose numbers are bfloat16.
+    """
+
+    def holds(*values: Any) -> bool:
+        return made(*values) is not torch.bfloat16 or _rounds()
+
+    def bfloat16(device: torch.device) -> tuple[Any, ...]:
+        if _rounds():
+            raise NotImplementedError("they are rounded here")
+        return beyond(device)
+
+    return Condition("interpreter", "where Triton interprets it, it rounds numbers of the dtype", holds, bfloat16)
+
+
+def _rounds() -> bool:
+    from twinkle.triton_programs import interpreted
+
+    if not interpreted():
+        return True
+    from twinkle.triton_dot import rounds
+
+    return rounds()
+
+
+ROUNDED_CAST = rounded(
+    lambda to, source, *_: None if to.dtype == source.dtype else to.dtype,
+    lambda device: _pair(device, torch.bfloat16, torch.float32),
 )
 """Of a copy's two leading arguments."""
 

@@ -51,6 +51,7 @@ class Serving:
         self.function = spec.home.load(kernel.path)
         self._places = spec.differentiable
         self._pullback = None if spec.pullback is None else spec.home.load(spec.pullback)
+        self._shape_only = spec.shape_only
         self._differentiable = self._with_pullback(spec, kernel)
 
     def refusal(self, values: list[Any]) -> str | None:
@@ -76,6 +77,8 @@ class Serving:
 
     def run(self, values: list[Any]) -> Any:
         """The kernel's result, without a gradient: for calls from below autograd."""
+        if _is_autocast():
+            return without_autocast(self.arguments.call, self.function, values)
         return self.arguments.call(self.function, values)
 
     def ungradable(self, values: list[Any]) -> str | None:
@@ -133,11 +136,14 @@ class _Differentiable(torch.autograd.Function):
     def forward(ctx: Any, serving: Serving, *values: Any) -> Any:
         with torch._C._AutoDispatchBelowADInplaceOrView():
             if serving._differentiable is not None:
-                result, ctx.pullback = serving._differentiable(list(values))
+                result, ctx.pullback = without_autocast(serving._differentiable, list(values))
             else:
                 result, ctx.pullback = serving.run(list(values)), serving._pullback
-                ctx.others = [None if isinstance(value, torch.Tensor) else value for value in values]
-                ctx.save_for_backward(*(value if isinstance(value, torch.Tensor) else None for value in values))
+                needed = list(values)
+                for place in serving._shape_only:
+                    needed[place] = values[place].shape
+                ctx.others = [None if isinstance(value, torch.Tensor) else value for value in needed]
+                ctx.save_for_backward(*(value if isinstance(value, torch.Tensor) else None for value in needed))
         if serving._in_place:
             ctx.mark_dirty(values[0])
         ctx.count = len(values)
@@ -148,8 +154,20 @@ class _Differentiable(torch.autograd.Function):
         others = getattr(ctx, "others", ())
         saved = ctx.saved_tensors if others else ()
         arguments = [other if tensor is None else tensor for tensor, other in zip(saved, others, strict=True)]
-        grads = ctx.pullback(grad, *arguments)
+        grads = without_autocast(ctx.pullback, grad, *arguments)
         return (None, *grads, *[None] * (ctx.count - len(grads)))
+
+
+_is_autocast = torch._C._is_any_autocast_enabled
+
+
+def without_autocast(function: Callable[..., Any], *arguments: Any) -> Any:
+    """A call of a kernel or its derivative. Autocast chooses the dtypes of what arrives; what is computed inside isn't
+    its business, as it isn't in a kernel of PyTorch's own."""
+    if not _is_autocast():
+        return function(*arguments)
+    with torch._C._DisableAutocast():
+        return function(*arguments)
 
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack

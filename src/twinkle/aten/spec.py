@@ -114,6 +114,8 @@ class OperatorSpec:
             (:data:`WITHOUT_GRADIENT`), where every kernel has its own, and with ``pullback``.
         pullback: path of ``pullback(grad, *arguments)``, for a derivative that needs the arguments: the gradients of
             the leading ones. Autograd keeps them meanwhile, and raises where one was written.
+        shape_only: positions of tensors of which the ``pullback`` needs no more than the shape. It gets that instead,
+            and they may be written meanwhile.
         derivative: path of the spec of another operator, in a folder of this one's: what PyTorch's own derivative of
             this operator calls. Both are registered and taken back together.
         routing: beyond these the kernel could take a call, but PyTorch's own is faster. They are looked at last, and
@@ -142,6 +144,7 @@ class OperatorSpec:
     reference: str
     gradient: Gradient | None = None
     pullback: str | None = None
+    shape_only: tuple[int, ...] = ()
     derivative: str | None = None
     routing: tuple[Condition, ...] = ()
     work: Work = field(default_factory=Work)

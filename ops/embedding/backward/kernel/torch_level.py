@@ -22,13 +22,13 @@ def embedding_dense_backward_torch(
 
 def embedding_dense_backward_pullback(
     grad: torch.Tensor,
-    grad_output: torch.Tensor,
+    shape: torch.Size,
     indices: torch.Tensor,
     num_weights: int,
     padding_idx: int,
     scale_grad_by_freq: bool,
 ) -> tuple[torch.Tensor]:
-    """The gradient of ``grad_output``, as PyTorch gives it, which leaves the frequency out."""
+    """The gradient of ``grad_output``, from its shape, as PyTorch gives it: it leaves the frequency out."""
     places = indices.reshape(-1)
     rows = torch.where((places == padding_idx)[:, None], 0, grad.index_select(0, places))
-    return (rows.view(grad_output.shape),)
+    return (rows.view(shape),)

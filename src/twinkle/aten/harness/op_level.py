@@ -17,7 +17,7 @@ from twinkle.aten.harness.cases import Case, cases
 from twinkle.aten.harness.observe import Call, Seen, differences
 from twinkle.aten.harness.outcome import Outcome, started
 from twinkle.aten.harness.refused import refused_calls
-from twinkle.aten.harness.remembered import looks_at_more
+from twinkle.aten.harness.remembered import kinds_of_calls, looks_at_more
 from twinkle.aten.profiles import Profile
 from twinkle.aten.registration import Registration
 from twinkle.aten.routes import every_size
@@ -73,9 +73,11 @@ def _check(outcome: Outcome, spec: OperatorSpec, profile: Profile) -> dict[str, 
             wrong += f"; the kernel, which calls the operator itself, is at {places.of_function(spec, kernel)}"
         outcome.check(wrong, by in expected)
     outcome.check("no call reached the kernel", registration.counts.kernel > 0)
+    device = torch.device(profile.device)
+    kinds = kinds_of_calls(spec, device)
     for condition in _conditions(spec, profile):
         text = f"the condition {condition.code!r} looks at more than the layout, so it has to say each_time=True"
-        outcome.check(text, not looks_at_more(condition, torch.device(profile.device)))
+        outcome.check(text, not looks_at_more(condition, device, kinds))
     _check_finite_differences(outcome, spec, profile)
     with contextlib.suppress(Exception):  # that is noted above
         _operator(spec)(next(cases(spec)).values(profile.device))
