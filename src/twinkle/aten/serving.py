@@ -58,6 +58,8 @@ class Serving:
         return self._lasting_refusal(values) or self.refusal_this_time(values)
 
     def _lasting_refusal(self, values: list[Any]) -> str | None:
+        if self.arguments.has_numbers(values):  # conditions ask tensors
+            return "number"
         return _first_failing(self._lasting, values) or (self.routes and self.routes.refusal(values)) or None
 
     def lasting_refusal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
