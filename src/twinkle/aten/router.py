@@ -11,20 +11,6 @@ from twinkle.aten.serving import Serving, interference
 from twinkle.reasons import Counting
 
 
-class _Flight(threading.local):
-    """What this thread is doing in one operator's routers.
-
-    Attributes:
-        busy: a call is being served. The operator's own calls of itself until then are parts of it, and native's.
-        called_itself: the kernel did so.
-        arrived: a call has reached the router at the backend key.
-    """
-
-    busy = False
-    called_itself = False
-    arrived = False
-
-
 class Traffic:
     """What the routers of one registration share.
 
@@ -39,7 +25,7 @@ class Traffic:
         self.serving = serving
         self.counts = counts
         self.counter = counter
-        self.flight = _Flight()
+        self.flight = serving.flight
         self.open = True
         counter.setdefault("n", 0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,21 @@ from twinkle.memory import Memory
 from twinkle.platforms import Platform
 
 
+class Flight(threading.local):
+    """What this thread is doing in one operator's routers and gradients.
+
+    Attributes:
+        busy: a call is being served, or its gradient computed. The operator's own calls of itself until then are parts
+            of that, and native's.
+        called_itself: the kernel did so.
+        arrived: a call has reached the router at the backend key.
+    """
+
+    busy = False
+    called_itself = False
+    arrived = False
+
+
 class Serving:
     """The kernel that serves an operator on a platform.
 
@@ -27,6 +43,7 @@ class Serving:
         arguments: what its arguments are.
         is_detached: autograd has to tie the result to its argument, which Python code can't.
         routes: what was measured about its calls, where they go by that.
+        flight: what each thread is doing in it.
     """
 
     def __init__(
@@ -46,6 +63,7 @@ class Serving:
         self._each_time = [(c.code, c.holds) for c in conditions if c.each_time]
         self._known: Memory[str] = Memory()
         self.routes = routes
+        self.flight = Flight()
         self.is_detached = Semantics.DETACHED in spec.semantics
         self._in_place = Semantics.IN_PLACE in spec.semantics and not self.is_detached
         self.function = spec.home.load(kernel.path)
@@ -142,7 +160,7 @@ class _Differentiable(torch.autograd.Function):
                 ctx.save_for_backward(*(value if isinstance(value, torch.Tensor) else None for value in values))
         if serving._in_place:
             ctx.mark_dirty(values[0])
-        ctx.count = len(values)
+        ctx.count, ctx.flight = len(values), serving.flight
         return result
 
     @staticmethod
@@ -150,7 +168,12 @@ class _Differentiable(torch.autograd.Function):
         others = getattr(ctx, "others", ())
         saved = ctx.saved_tensors if others else ()
         arguments = [other if tensor is None else tensor for tensor, other in zip(saved, others, strict=True)]
-        grads = ctx.pullback(grad, *arguments)
+        flight = ctx.flight
+        before, flight.busy = flight.busy, True  # a derivative made of the operator itself would come here again
+        try:
+            grads = ctx.pullback(grad, *arguments)
+        finally:
+            flight.busy = before
         return (None, *grads, *[None] * (ctx.count - len(grads)))
 
 
