@@ -125,34 +125,6 @@ def test_a_failure_while_installing_leaves_nothing(
     assert kernel_at(clone, chip.found.dispatch_key) == before and active() == []
 
 
-def test_what_lies_on_top_keeps_working(clone: OperatorSpec, chip: Profile, caplog: pytest.LogCaptureFixture) -> None:
-    """Somebody registers on top and calls ours: after close() calls pass through to what was there at first."""
-    key = chip.found.dispatch_key
-    counter: dict[str, int] = {}
-    registration = clone.register_a1(key, counter, chip.platform)
-    below = torch.library.get_kernel(clone.overload, key)
-    other = torch.library.Library("aten", "IMPL")
-    calls = []
-
-    def on_top(keyset, self, *, memory_format=None):
-        calls.append(self)
-        return below.call_boxed(keyset, self, memory_format=memory_format)
-
-    try:
-        other.impl(clone.overload, on_top, key, with_keyset=True, allow_override=True)
-        x = torch.ones(2, device=DEVICE)
-        with caplog.at_level(logging.WARNING, "twinkle.aten"):
-            registration.close()
-        assert "something else was registered on top" in caplog.text
-        before = counter["n"]
-        with torch.inference_mode():
-            assert torch.equal(x.clone(), x)
-        assert len(calls) == 1 and counter["n"] == before
-    finally:
-        other._destroy()
-    registration._library._destroy()
-
-
 def test_nothing_is_kept_after_close(clone: OperatorSpec, chip: Profile) -> None:
     registration = clone.register_a1(platform=chip.platform)
     torch.ones(2, device=DEVICE).clone()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from twinkle.aten.below import Below
 from twinkle.aten.serving import Serving, interference
 from twinkle.reasons import Counting
 
@@ -44,17 +45,17 @@ def quietly() -> Iterator[None]:
         _quiet.on = before
 
 
-def make_router(traffic: Traffic, native: Any, at_autograd: bool) -> Callable[..., Any]:
+def make_router(traffic: Traffic, below: Below, at_autograd: bool) -> Callable[..., Any]:
     """The function for one dispatch key.
 
     Args:
         traffic: what it shares with the other key's.
-        native: the handle of what stood at that key before (``torch.library.get_kernel``).
+        below: what stood at that key before.
         at_autograd: whether the key is an autograd key.
     """
     serving, counter, flight = traffic.serving, traffic.counter, traffic.flight
     if at_autograd and serving.is_detached:
-        return _passing_router(traffic, native)
+        return _passing_router(traffic, below)
     arguments, notes_arrival = serving.arguments, serving.is_detached
     bind, wrap_numbers = arguments.bind, arguments.wrap_numbers
     lasting_refusal, refusal_this_time = serving.lasting_refusal, serving.refusal_this_time
@@ -63,11 +64,12 @@ def make_router(traffic: Traffic, native: Any, at_autograd: bool) -> Callable[..
     is_small = None if routes is None else routes.at_once(arguments.leading)
     small = None if routes is None else routes.code_at_once
     serve = serving.run_with_gradient if at_autograd else serving.run
+    native = below.call
 
     def router(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if flight.busy or not traffic.open:
             flight.called_itself = flight.called_itself or not getattr(_quiet, "on", False)
-            return native.call_boxed(keyset, *wrap_numbers(args), **kwargs)
+            return native(keyset, wrap_numbers(args), kwargs)
         if notes_arrival:
             flight.arrived = True
         _count(counter)
@@ -84,7 +86,7 @@ def make_router(traffic: Traffic, native: Any, at_autograd: bool) -> Callable[..
         try:
             if reason is not None:
                 traffic.counts.fall_back(reason)
-                return native.call_boxed(keyset, *(args if plain else wrap_numbers(args)), **kwargs)
+                return native(keyset, args if plain else wrap_numbers(args), kwargs)
             flight.called_itself = False
             result = serve(values)
         except BaseException as error:
@@ -108,7 +110,7 @@ def _who(level: str, reason: str | None) -> str:
     return f"by PyTorch's own kernel, since twinkle's doesn't take the call: {reason}"
 
 
-def _passing_router(traffic: Traffic, native: Any) -> Callable[..., Any]:
+def _passing_router(traffic: Traffic, below: Below) -> Callable[..., Any]:
     """At an autograd key, for an operator of which autograd does a part that Python can't.
 
     Native does that part and goes on to the backend key, where our kernel is. On a device where it doesn't, the call is
@@ -118,7 +120,7 @@ def _passing_router(traffic: Traffic, native: Any) -> Callable[..., Any]:
 
     def router(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         flight.arrived = False
-        result = native.call_boxed(keyset, *args, **kwargs)
+        result = below.call(keyset, args, kwargs)
         if traffic.open and not flight.busy and not flight.arrived:
             _count(counter)
             traffic.counts.fall_back("autograd-only")
