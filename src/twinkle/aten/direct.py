@@ -20,16 +20,13 @@ def _serving_on(spec: OperatorSpec, device_type: str) -> Serving | None:
 
 def call(spec: OperatorSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operator by its own kernel where that takes the call, else by PyTorch."""
-    served = _serving_on(spec, _device_type(args, kwargs))
+    tensor = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
+    device = torch.device(kwargs.get("device") or torch.get_default_device()) if tensor is None else tensor.device
+    if tensor is None and any(argument.name == "device" for argument in spec.overload._schema.arguments):
+        kwargs = {**kwargs, "device": device}  # the kernel doesn't see what is the default just now
+    served = _serving_on(spec, device.type)
     if served is not None:
         values = served.arguments.bind(args, kwargs)
         if interference(at_autograd=True) is None and served.refusal(values) is served.ungradable(values) is None:
             return served.run_with_gradient(values)
     return spec.native(*args, **kwargs)
-
-
-def _device_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
-            return value.device.type
-    return torch.device(kwargs.get("device") or torch.get_default_device()).type

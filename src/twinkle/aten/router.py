@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from twinkle.aten.below import Below
-from twinkle.aten.serving import Serving, interference
+from twinkle.aten.serving import Serving, interference, unseen
 from twinkle.reasons import Counting
 
 
@@ -76,12 +76,13 @@ def make_router(traffic: Traffic, below: Below, at_autograd: bool) -> Callable[.
         reason = small
         plain = is_small is not None and is_small(args)
         if not plain:
-            reason = interference(at_autograd) or lasting_refusal(args, kwargs)
-            if reason is None:
-                values = bind(args, kwargs)
-                reason = refusal_this_time(values)
-                if reason is None and ungradable is not None:
-                    reason = ungradable(values)
+            with unseen():
+                reason = interference(at_autograd) or lasting_refusal(args, kwargs)
+                if reason is None:
+                    values = bind(args, kwargs)
+                    reason = refusal_this_time(values)
+                    if reason is None and ungradable is not None:
+                        reason = ungradable(values)
         flight.busy = True
         try:
             if reason is not None:

@@ -18,6 +18,10 @@ from twinkle.aten.spec import Kernel, OperatorSpec, Pullback, Semantics
 from twinkle.memory import Memory
 from twinkle.platforms import Platform
 
+unseen = torch._C.DisableTorchFunction
+"""Within it a user's function mode, as ``torch.device(...)`` is one, sees and changes no call of PyTorch's: what Python
+code does below an operator isn't the user's, and natively nobody sees it."""
+
 
 class Flight(threading.local):
     """What this thread is doing in one operator's routers and gradients.
@@ -96,7 +100,8 @@ class Serving:
 
     def run(self, values: list[Any]) -> Any:
         """The kernel's result, without a gradient: for calls from below autograd."""
-        return self.arguments.call(self.function, values)
+        with unseen():
+            return self.arguments.call(self.function, values)
 
     def ungradable(self, values: list[Any]) -> str | None:
         """Why autograd can't be served here by an ``autograd.Function``; None when it can or isn't wanted."""
@@ -111,7 +116,9 @@ class Serving:
 
     def run_with_gradient(self, values: list[Any]) -> Any:
         """The kernel's result with a gradient, as an autograd kernel gives it."""
-        if self._needs_gradient(values):
+        with unseen():
+            differentiable = self._needs_gradient(values)
+        if differentiable:  # not within that, since a user's hooks on what is saved are called there
             return _Differentiable.apply(self, *values)
         with torch._C._AutoDispatchBelowADInplaceOrView():
             result = self.run(values)
@@ -151,7 +158,7 @@ def _first_failing(conditions: list[tuple[str, Callable[..., bool]]], values: li
 class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, serving: Serving, *values: Any) -> Any:
-        with torch._C._AutoDispatchBelowADInplaceOrView():
+        with unseen(), torch._C._AutoDispatchBelowADInplaceOrView():
             if serving._differentiable is not None:
                 result, ctx.pullback = serving._differentiable(list(values))
             else:
@@ -171,7 +178,8 @@ class _Differentiable(torch.autograd.Function):
         flight = ctx.flight
         before, flight.busy = flight.busy, True  # a derivative made of the operator itself would come here again
         try:
-            grads = ctx.pullback(grad, *arguments)
+            with unseen():
+                grads = ctx.pullback(grad, *arguments)
         finally:
             flight.busy = before
         return (None, *grads, *[None] * (ctx.count - len(grads)))
