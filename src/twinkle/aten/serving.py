@@ -87,7 +87,12 @@ class Serving:
     def lasting_refusal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Of the conditions that look at nothing but the layout, as the dispatcher hands it over; remembered."""
         key = layout(args, kwargs)
-        code = self._known.get(key)
+        try:
+            code = self._known.get(key)
+        except (
+            TypeError
+        ):  # sizes are symbols, of a program that is being made: a kernel's questions would become guards
+            return "symbolic"
         if code is None:
             code = self._lasting_refusal(self.arguments.bind(args, kwargs)) or ""
             if key is not None:
@@ -105,9 +110,13 @@ class Serving:
 
     def ungradable(self, values: list[Any]) -> str | None:
         """Why autograd can't be served here by an ``autograd.Function``; None when it can or isn't wanted."""
-        if self._in_place and self._needs_gradient(values):
+        if not self._in_place:
+            return None
+        written = values[0]
+        if written.is_inference() and not torch.is_inference_mode_enabled():
+            return "inference-tensor"  # which native doesn't write then
+        if self._needs_gradient(values):
             # It would complain only after the write, and can't tell all kinds of views.
-            written = values[0]
             if written.is_leaf and written.requires_grad:
                 return "in-place-on-leaf"
             if written._is_view():
