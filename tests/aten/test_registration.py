@@ -12,6 +12,7 @@ import sys
 import threading
 import weakref
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -46,13 +47,29 @@ def test_the_default_key_with_a_platform(clone: OperatorSpec, chip: Profile) -> 
     assert registration.closed and active() == []
 
 
-def test_a_counter_that_is_emptied_goes_on(clone: OperatorSpec, chip: Profile) -> None:
+def test_a_refused_registration_leaves_the_counter_alone(clone: OperatorSpec, chip: Profile) -> None:
+    class ReadOnly(dict[str, int]):
+        def __setitem__(self, name: str, value: int) -> None:
+            raise ValueError("it can't be written")
+
     counter: dict[str, int] = {}
+    with clone.register_a1(platform=chip.platform), pytest.raises(RegistrationError, match="registered already"):
+        clone.register_a1(counter=counter, platform=chip.platform)
+    assert counter == {}
+    with pytest.raises(RegistrationError, match="writing the counter's 'n' raised ValueError: it can't be") as error:
+        clone.register_a1(counter=ReadOnly(n=3), platform=chip.platform)
+    assert error.value.code == "bad-argument" and active() == []
+
+
+@pytest.mark.parametrize("made", [{}, {"n": None}, {"n": "much"}])
+def test_a_call_never_fails_of_counting(made: dict[str, Any], clone: OperatorSpec, chip: Profile) -> None:
+    """Whatever the counter's owner does to it meanwhile."""
+    counter: dict[str, Any] = {}
     with clone.register_a1(counter=counter, platform=chip.platform):
-        assert counter == {"n": 0}
         counter.clear()
-        torch.ones(2, device=DEVICE).clone()
-        assert counter == {"n": 1}
+        counter.update(made)
+        for expected in (1, 2):
+            assert torch.ones(2, device=DEVICE).clone().all() and counter == {"n": expected}
 
 
 def test_close_leaves_the_operator_as_it_was(registrable: OperatorSpec, chip: Profile) -> None:

@@ -209,12 +209,13 @@ def register(
                 raise RegistrationError(spec.name, Reason("already-registered", text, "close() that one first"))
         registration._install()
         _active.update({(spec.name, key): registration for key in registration.keys})
-        if spec.companion is not None:
-            try:
+        try:
+            _begin_counting(registration)
+            if spec.companion is not None:
                 registration.derivative = register(spec.companion, dispatch_key, None, platform, mode)
-            except BaseException:
-                registration.close()
-                raise
+        except BaseException:
+            registration.close()
+            raise
     if spec.caution is not None:
         logger.warning("%s is registered: %s; close() it first", spec.name, spec.caution)
     return registration
@@ -234,10 +235,20 @@ def _take_out_passing() -> None:
 
 
 def _check_counter(operator: str, counter: Any) -> None:
-    """Its errors would otherwise be those of every call of the operator in the process."""
+    """It is written only once the registration stands."""
     if counter is not None and not (isinstance(counter, dict) and isinstance(counter.get("n", 0), int)):
         text = f"a counter is a dictionary whose 'n' is a whole number, not {counter!r}"
         raise RegistrationError(operator, Reason("bad-argument", text))
+
+
+def _begin_counting(registration: Registration) -> None:
+    counter = registration.counter
+    try:
+        counter.setdefault("n", 0)
+        counter["n"] += 0  # a dictionary of somebody's own kind may refuse, and a call mustn't fail of that
+    except Exception as error:
+        reason = Reason.of_error(error, "bad-argument", "writing the counter's 'n'")
+        raise RegistrationError(registration.operator, reason) from error
 
 
 def _compiled_graphs() -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from twinkle.aten.below import Below
@@ -28,13 +28,12 @@ class Traffic:
         self.counter = counter
         self.flight = serving.flight
         self.open = True
-        counter.setdefault("n", 0)
 
 
 _quiet = threading.local()
 
 
-@contextmanager
+@contextlib.contextmanager
 def quietly() -> Iterator[None]:
     """While Triton's interpreter moves a kernel's arguments: what it calls for that is not the kernel's doing."""
     before = getattr(_quiet, "on", False)
@@ -131,9 +130,10 @@ def _passing_router(traffic: Traffic, below: Below) -> Callable[..., Any]:
 
 
 def _count(counter: dict[str, int]) -> None:
-    """One more call that arrived."""
+    """One more call that arrived, whatever the counter's owner has made of it meanwhile: a call never fails of that."""
     # Nothing between reading and writing a count lets another thread in, as long as there is no call there.
     try:
         counter["n"] += 1
-    except KeyError:  # somebody emptied it
-        counter["n"] = 1
+    except Exception:  # it was emptied, or holds no number
+        with contextlib.suppress(Exception):
+            counter["n"] = 1
