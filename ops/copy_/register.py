@@ -41,12 +41,6 @@ SPEC = OperatorSpec(
         "torch": Kernel("kernel.torch_level:copy__torch", (SAME_DTYPE,)),
     },
     conditions=(
-        Condition(
-            "number",
-            "src is a tensor, not a number",
-            lambda self, src, _: isinstance(src, torch.Tensor),
-            lambda device: (torch.zeros(3, device=device), 2.5, False),
-        ),
         *tensor(0, "self", lambda t: (t, torch.ones(t.shape, dtype=t.dtype, device=t.device), False)),
         *tensor(1, "src", lambda t: (torch.zeros(t.shape, dtype=t.dtype, device=t.device), t, False)),
         Condition(

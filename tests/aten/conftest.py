@@ -11,15 +11,18 @@ those made of ATen operators.
 
 from __future__ import annotations
 
+import importlib
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+import ops
 from tests import simulated_device
-from twinkle.aten import Profile, catalog, profile
+from twinkle.aten import Profile, catalog, profile, scaffold
 from twinkle.aten.availability import triton_missing
 from twinkle.aten.registration import active
 from twinkle.aten.routes import every_size
@@ -77,6 +80,24 @@ def chip() -> Profile:
 def clone() -> OperatorSpec:
     """An operator for tests that need any."""
     return catalog.operator("clone")
+
+
+@pytest.fixture
+def newly_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], OperatorSpec]]:
+    """Makes an operator's package as ``ops new`` does, from a schema, and gives its spec."""
+    monkeypatch.setattr(ops, "__path__", [*ops.__path__, str(tmp_path)])
+
+    def make(schema: str) -> OperatorSpec:
+        name = schema.partition("(")[0].partition(".")[0]
+        scaffold.make(scaffold.overload_of(name, schema), tmp_path)
+        made.append(f"ops.{name}")
+        return importlib.import_module(f"ops.{name}.register").SPEC
+
+    made: list[str] = []
+    yield make
+    for module in list(sys.modules):
+        if module.startswith(tuple(made)):
+            del sys.modules[module]
 
 
 @pytest.fixture

@@ -132,6 +132,18 @@ def test_a_leaf_is_not_written_before_the_exception(chip: Profile, view: bool) -
     assert leaf.all() and leaf._version == 1
 
 
+def test_an_inference_tensor_is_left_to_native_outside(chip: Profile) -> None:
+    with torch.inference_mode():
+        made, source = torch.zeros(3, device=DEVICE), torch.ones(3, device=DEVICE)
+    with catalog.operator("copy_").register_a1(platform=chip.platform) as registration:
+        with pytest.raises(RuntimeError, match="^Inplace update to inference tensor outside InferenceMode"):
+            made.copy_(source)
+        if registration.keys != (chip.found.dispatch_key,):
+            assert registration.counts.fallbacks == {"inference-tensor": 1}
+        with torch.inference_mode():
+            assert made.copy_(source * 2).all() and registration.counts.kernel >= 1
+
+
 ATTENTION_ONCE = ("scaled_dot_product_attention", RuntimeError)
 ATTENTION_FORWARD = ("scaled_dot_product_attention", NotImplementedError)
 """What PyTorch's own can't on some devices: be differentiated twice, and forward."""

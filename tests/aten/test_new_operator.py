@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,28 @@ def test_it_is_as_the_linter_wants_it(name: str, schema: str | None, tmp_path: P
             [sys.executable, "-m", "ruff", *command, *options], capture_output=True, text=True, cwd=ROOT
         )
         assert done.returncode == 0, done.stdout
+
+
+LAYER_NORM = str(torch.ops.aten.layer_norm.default._schema).removeprefix("aten::")
+
+
+@pytest.mark.parametrize("directly", [False, True])
+def test_a_derivative_made_of_the_operator_itself_ends(
+    directly: bool, newly_made: Callable[[str], OperatorSpec]
+) -> None:
+    """Where PyTorch has no decomposition, kernel and derivative call the operator that they stand for."""
+    spec = newly_made(LAYER_NORM)
+
+    def work(call: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        x = torch.arange(6.0).view(2, 3).cos().requires_grad_()
+        (first,) = torch.autograd.grad((call(x, [3]) ** 3).sum(), x, create_graph=True)
+        return [first.detach(), torch.autograd.grad((first**2).sum(), x)[0]]
+
+    native = work(spec.overload)
+    with spec.register_a1(platform="cpu") as registration:
+        ours = work(spec.aten if directly else spec.overload)
+        assert registration.counts.fallbacks["delegated"] >= 1 and registration.counts.kernel == 0
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, native, strict=True)) and native[1].any()
 
 
 SHAPES: dict[str, tuple[dict[str, str], dict[str, str], tuple[str, ...]]] = {

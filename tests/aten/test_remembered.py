@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.aten.conftest import DEVICE
-from twinkle.aten import Condition, Profile, catalog
+from twinkle.aten import Condition, Profile, catalog, install
 from twinkle.aten.arguments import Arguments, layout
 from twinkle.aten.harness import op_level
 from twinkle.aten.harness.remembered import kinds_of_calls, lazy_pairs, looks_at_more
@@ -228,3 +228,30 @@ def test_a_condition_that_raises_leaves_the_call_to_native(each_time: bool, clon
         assert torch.equal(torch.ones(3, device=DEVICE).clone(), torch.ones(3, device=DEVICE))
     counts = registration.counts
     assert (counts.kernel, counts.errors, counts.fallbacks) == (0, 0, {"rows-raised": 1})
+
+
+def test_sizes_that_are_symbols(clone: OperatorSpec, chip: Profile) -> None:
+    """Of a program that is being made: they can't be remembered, and a kernel's questions would become guards of it."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    environment = ShapeEnv()
+    size = environment.create_unbacked_symint()
+    serving = Serving(clone, chip.found)
+    x = torch.empty_strided((size, 2), (2, 1), device="meta")
+    for _ in range(2):
+        assert serving.lasting_refusal((x,), {}) == "symbolic"
+    assert not environment.guards
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="detach changes what PyTorch itself can do, on every device alike")
+def test_a_program_of_symbolic_sizes_is_made(chip: Profile) -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu(x.t().contiguous()).clone()
+
+    names = ["clone", "contiguous", "copy_", "silu", "empty_strided", "type_as"]
+    native = make_fx(program, tracing_mode="symbolic")(torch.randn(3, 4)).code
+    with install(names, platform=chip.platform) as installed:
+        assert make_fx(program, tracing_mode="symbolic")(torch.randn(3, 4)).code == native
+    assert all(one.counts.errors == 0 for one in installed.registrations.values())

@@ -11,4 +11,4 @@ def result_type_torch(tensor: torch.Tensor, other: torch.Tensor) -> torch.dtype:
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty((0,) if tensor.dim() else (), dtype=tensor.dtype)
+    return torch.empty((0,) if tensor.dim() else (), dtype=tensor.dtype, device="cpu")

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from twinkle.aten.numbers import NUMBERS, as_tensor
+
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 """Tensors that are what they say; a subclass may be anything."""
 
@@ -13,9 +15,6 @@ _WORDS = frozenset(
     {int, bool, float, complex, str, type(None), torch.dtype, torch.layout, torch.device, torch.memory_format}
 )
 """What else an argument may be, for its value to say all about it."""
-
-NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
-"""Python's numbers, a bool before the int that it is as well, and the dtypes that PyTorch makes tensors of them in."""
 
 
 class Arguments:
@@ -52,9 +51,12 @@ class Arguments:
         """``x.copy_(5)`` hands over a number where the schema has a tensor, which a captured kernel wouldn't take."""
         for place in self._tensors:
             if place < len(args) and type(args[place]) in NUMBERS:
-                number = args[place]
-                args = (*args[:place], torch.tensor(number, dtype=NUMBERS[type(number)]), *args[place + 1 :])
+                args = (*args[:place], as_tensor(args[place]), *args[place + 1 :])
         return args
+
+    def has_numbers(self, values: list[Any]) -> bool:
+        """Whether one of all arguments is a number where the schema has a tensor."""
+        return any(type(values[place]) in NUMBERS for place in self._tensors)
 
 
 def layout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:

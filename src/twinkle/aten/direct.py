@@ -21,7 +21,11 @@ def _serving_on(spec: OperatorSpec, device_type: str) -> Serving | None:
 def call(spec: OperatorSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operator by its own kernel where that takes the call, else by PyTorch, which also refuses what it refuses."""
     if _is_a_call_of(spec.overload, args, kwargs):
-        served = _serving_on(spec, _device_type(args, kwargs))
+        tensor = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
+        device = torch.device(kwargs.get("device") or torch.get_default_device()) if tensor is None else tensor.device
+        if tensor is None and any(argument.name == "device" for argument in spec.overload._schema.arguments):
+            kwargs = {**kwargs, "device": device}  # the kernel doesn't see what is the default just now
+        served = _serving_on(spec, device.type)
         if served is not None:
             values = served.arguments.bind(args, kwargs)
             if interference(at_autograd=True) is None and served.refusal(values) is served.ungradable(values) is None:
@@ -35,10 +39,3 @@ def _is_a_call_of(overload: torch._ops.OpOverload, args: tuple[Any, ...], kwargs
         return torch._C._check_schema_allow_fake_script_object(overload._schema, *args, **kwargs)
     except Exception:  # whatever it raises there: the call itself has the right words
         return False
-
-
-def _device_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
-            return value.device.type
-    return torch.device(kwargs.get("device") or torch.get_default_device()).type

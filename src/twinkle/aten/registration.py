@@ -7,11 +7,13 @@ import os
 import threading
 import time
 import warnings
+import weakref
 from collections import deque
 from typing import Any
 
 import torch
 
+from twinkle.aten.below import Below
 from twinkle.aten.compiled import compiled_graphs, warn_of_earlier
 from twinkle.aten.errors import NotRegistrableError, RegistrationError
 from twinkle.aten.handle import Handle
@@ -30,6 +32,9 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 _active: dict[tuple[str, str], Registration] = {}
 """(operator, dispatch key) -> what is installed there: dropping a handle must not undo it."""
+
+_passing: list[Registration] = []
+"""Closed while somebody else's kernel stood on top, and not taken out yet, oldest first."""
 
 _GRACE_SECONDS = 2.0
 _retired: deque[tuple[float, list[Any]]] = deque()
@@ -71,14 +76,16 @@ class Registration(Handle):
         self._traffic = Traffic(spec.name, serving, Counts(), counter)
         self._library: Any = None
         # All before the first is replaced: a kernel at the backend key changes what the autograd key falls back to.
-        self._native = {key: torch.library.get_kernel(self._overload, key) for key in self.keys}
+        find_anew = weakref.WeakMethod(self._find_below_anew)  # kernels are kept for a while, a closed handle isn't
+        self._below = {key: Below(self._overload, key, find_anew) for key in self.keys}
+        self._autograd_key = platform.autograd_key
         self._ours: dict[str, Any] = {}
 
-    def _install(self, autograd_key: str) -> None:
+    def _install(self) -> None:
         self._library = torch.library.Library("aten", "IMPL")
         try:
             for key in self.keys:
-                router = make_router(self._traffic, self._native[key], key == autograd_key)
+                router = make_router(self._traffic, self._below[key], key == self._autograd_key)
                 with warnings.catch_warnings():
                     # Replacing what is there is the purpose, and captured kernels are what the warning asks for.
                     warnings.filterwarnings("ignore", "Warning only once for all operators")
@@ -91,13 +98,48 @@ class Registration(Handle):
                 raise RegistrationError(self.operator, Reason("already-registered", str(error))) from error
             raise
 
+    def _take_out(self) -> None:
+        _retired.append((time.monotonic(), list(self._ours.values())))
+        self._ours.clear()
+        self._library._destroy()
+        self._forget_resolutions()
+
+    def _find_below_anew(self) -> None:
+        """Somebody else's kernel, which stood below ours, was taken out: only without ours is to be seen what is there.
+
+        Raises:
+            RuntimeError: something stands on top, which would lose what it calls.
+        """
+        with _lock:
+            covered = self._covered_keys()
+            if covered:
+                raise RuntimeError(
+                    f"{self.operator}: a kernel of somebody else that twinkle's stood on at {', '.join(self.keys)} was"
+                    f" taken out, and another one stands on top at {', '.join(covered)}: take that one out first"
+                )
+            self._take_out()
+            for below in self._below.values():
+                below.find()
+            try:
+                self._install()
+            except BaseException:
+                self._stop()
+                raise
+            logger.warning("%s: a kernel below twinkle's was taken out; calls go to the one below that", self.operator)
+
+    def _stop(self) -> None:
+        self._traffic.open = False
+        for key in self.keys:
+            _active.pop((self.operator, key), None)
+
     def _forget_resolutions(self) -> None:
         """While tracing, PyTorch remembers which key serves an operator, and calls its kernel, there or not."""
         self._overload._dispatch_cache.clear()
 
-    def _is_covered(self, key: str) -> bool:
-        """Whether another kernel than ours stands at a key: where it was made is all that tells one from another."""
-        return repr(torch.library.get_kernel(self._overload, key)) != repr(self._ours[key])
+    def _covered_keys(self) -> list[str]:
+        """Where another kernel than ours stands: where it was made is all that tells one from another."""
+        at = {key: torch.library.get_kernel(self._overload, key) for key in self.keys}
+        return [key for key, kernel in at.items() if repr(kernel) != repr(self._ours[key])]
 
     @property
     def counts(self) -> Counting:
@@ -120,9 +162,11 @@ class Registration(Handle):
         """Takes the kernel out; the operator is exactly as before. A second call does nothing.
 
         Where somebody else has installed something on top, ours stays below it and passes every call on, since what is
-        on top may call it; a WARNING says so.
+        on top may call it; a WARNING says so. It is taken out at the next registration or ``close()`` of any operator
+        that finds it on top, a second one of this handle included.
         """
         with _lock:
+            _take_out_passing()
             if self.closed:
                 return
             if self.derivative is not None:
@@ -132,20 +176,16 @@ class Registration(Handle):
                     "%s: something was compiled while its kernel was registered; code made by inductor doesn't call it"
                 )
                 logger.warning(text, self.operator)
-            self._traffic.open = False
-            for key in self.keys:
-                _active.pop((self.operator, key), None)
-            covered = [key for key in self.keys if self._is_covered(key)]
+            self._stop()
+            covered = self._covered_keys()
             if covered:
                 text = "%s: something else was registered on top at %s: not taken out, but passing every call on"
                 logger.warning(text, self.operator, ", ".join(covered))
+                _passing.append(self)
                 return
-            now = time.monotonic()
-            _retired.append((now, list(self._ours.values())))
-            self._ours.clear()
-            self._library._destroy()
-            self._forget_resolutions()
-            while _retired[0][0] < now - _GRACE_SECONDS:
+            self._take_out()
+            _take_out_passing()  # what this one stood on
+            while _retired and _retired[0][0] < time.monotonic() - _GRACE_SECONDS:
                 _retired.popleft()
 
     def __repr__(self) -> str:
@@ -163,30 +203,55 @@ def register(
         raise NotRegistrableError(spec.name, spec.by_design)
     found = platform_here(spec.name, dispatch_key, candidates)
     with _lock:
+        _take_out_passing()
         registration = Registration(spec, found, {} if counter is None else counter, mode)
         for key in registration.keys:
             if (spec.name, key) in _active:
                 text = f"is registered already at {key}, by {_active[spec.name, key]!r}"
                 raise RegistrationError(spec.name, Reason("already-registered", text, "close() that one first"))
-        registration._install(found.autograd_key)
+        registration._install()
         _active.update({(spec.name, key): registration for key in registration.keys})
-        if spec.companion is not None:
-            try:
+        try:
+            _begin_counting(registration)
+            if spec.companion is not None:
                 registration.derivative = register(spec.companion, dispatch_key, None, platform, mode)
-            except BaseException:
-                registration.close()
-                raise
+        except BaseException:
+            registration.close()
+            raise
     registration.compiled_before = warn_of_earlier(spec.name)
     if spec.caution is not None:
         logger.warning("%s is registered: %s; close() it first", spec.name, spec.caution)
     return registration
 
 
+def _take_out_passing() -> None:
+    """Takes out what was closed below somebody else's kernel, where that is gone by now."""
+    covered = set(_active)
+    for registration in reversed(_passing):
+        # The newest first: whatever stands above one of ours stands above the older ones of that operator, too.
+        at = {(registration.operator, key) for key in registration.keys}
+        if at & covered or registration._covered_keys():
+            covered |= at
+        else:
+            registration._take_out()
+            _passing.remove(registration)
+
+
 def _check_counter(operator: str, counter: Any) -> None:
-    """Its errors would otherwise be those of every call of the operator in the process."""
+    """It is written only once the registration stands."""
     if counter is not None and not (isinstance(counter, dict) and isinstance(counter.get("n", 0), int)):
         text = f"a counter is a dictionary whose 'n' is a whole number, not {counter!r}"
         raise RegistrationError(operator, Reason("bad-argument", text))
+
+
+def _begin_counting(registration: Registration) -> None:
+    counter = registration.counter
+    try:
+        counter.setdefault("n", 0)
+        counter["n"] += 0  # a dictionary of somebody's own kind may refuse, and a call mustn't fail of that
+    except Exception as error:
+        reason = Reason.of_error(error, "bad-argument", "writing the counter's 'n'")
+        raise RegistrationError(registration.operator, reason) from error
 
 
 def active() -> list[Registration]:

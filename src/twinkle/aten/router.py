@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
-from twinkle.aten.serving import Serving, interference
+from twinkle.aten.below import Below
+from twinkle.aten.serving import Serving, interference, unseen
 from twinkle.reasons import Counting
-
-
-class _Flight(threading.local):
-    """What this thread is doing in one operator's routers.
-
-    Attributes:
-        busy: a call is being served. The operator's own calls of itself until then are parts of it, and native's.
-        called_itself: the kernel did so.
-        arrived: a call has reached the router at the backend key.
-    """
-
-    busy = False
-    called_itself = False
-    arrived = False
 
 
 class Traffic:
@@ -39,15 +26,14 @@ class Traffic:
         self.serving = serving
         self.counts = counts
         self.counter = counter
-        self.flight = _Flight()
+        self.flight = serving.flight
         self.open = True
-        counter.setdefault("n", 0)
 
 
 _quiet = threading.local()
 
 
-@contextmanager
+@contextlib.contextmanager
 def quietly() -> Iterator[None]:
     """While Triton's interpreter moves a kernel's arguments: what it calls for that is not the kernel's doing."""
     before = getattr(_quiet, "on", False)
@@ -58,17 +44,17 @@ def quietly() -> Iterator[None]:
         _quiet.on = before
 
 
-def make_router(traffic: Traffic, native: Any, at_autograd: bool) -> Callable[..., Any]:
+def make_router(traffic: Traffic, below: Below, at_autograd: bool) -> Callable[..., Any]:
     """The function for one dispatch key.
 
     Args:
         traffic: what it shares with the other key's.
-        native: the handle of what stood at that key before (``torch.library.get_kernel``).
+        below: what stood at that key before.
         at_autograd: whether the key is an autograd key.
     """
     serving, counter, flight = traffic.serving, traffic.counter, traffic.flight
     if at_autograd and serving.is_detached:
-        return _passing_router(traffic, native)
+        return _passing_router(traffic, below)
     arguments, notes_arrival = serving.arguments, serving.is_detached
     bind, wrap_numbers = arguments.bind, arguments.wrap_numbers
     lasting_refusal, refusal_this_time = serving.lasting_refusal, serving.refusal_this_time
@@ -77,28 +63,30 @@ def make_router(traffic: Traffic, native: Any, at_autograd: bool) -> Callable[..
     is_small = None if routes is None else routes.at_once(arguments.leading)
     small = None if routes is None else routes.code_at_once
     serve = serving.run_with_gradient if at_autograd else serving.run
+    native = below.call
 
     def router(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if flight.busy or not traffic.open:
             flight.called_itself = flight.called_itself or not getattr(_quiet, "on", False)
-            return native.call_boxed(keyset, *wrap_numbers(args), **kwargs)
+            return native(keyset, wrap_numbers(args), kwargs)
         if notes_arrival:
             flight.arrived = True
         _count(counter)
         reason = small
         plain = is_small is not None and is_small(args)
         if not plain:
-            reason = interference(at_autograd) or lasting_refusal(args, kwargs)
-            if reason is None:
-                values = bind(args, kwargs)
-                reason = refusal_this_time(values)
-                if reason is None and ungradable is not None:
-                    reason = ungradable(values)
+            with unseen():
+                reason = interference(at_autograd) or lasting_refusal(args, kwargs)
+                if reason is None:
+                    values = bind(args, kwargs)
+                    reason = refusal_this_time(values)
+                    if reason is None and ungradable is not None:
+                        reason = ungradable(values)
         flight.busy = True
         try:
             if reason is not None:
                 traffic.counts.fall_back(reason)
-                return native.call_boxed(keyset, *(args if plain else wrap_numbers(args)), **kwargs)
+                return native(keyset, args if plain else wrap_numbers(args), kwargs)
             flight.called_itself = False
             result = serve(values)
         except BaseException as error:
@@ -122,7 +110,7 @@ def _who(level: str, reason: str | None) -> str:
     return f"by PyTorch's own kernel, since twinkle's doesn't take the call: {reason}"
 
 
-def _passing_router(traffic: Traffic, native: Any) -> Callable[..., Any]:
+def _passing_router(traffic: Traffic, below: Below) -> Callable[..., Any]:
     """At an autograd key, for an operator of which autograd does a part that Python can't.
 
     Native does that part and goes on to the backend key, where our kernel is. On a device where it doesn't, the call is
@@ -132,7 +120,7 @@ def _passing_router(traffic: Traffic, native: Any) -> Callable[..., Any]:
 
     def router(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         flight.arrived = False
-        result = native.call_boxed(keyset, *args, **kwargs)
+        result = below.call(keyset, args, kwargs)
         if traffic.open and not flight.busy and not flight.arrived:
             _count(counter)
             traffic.counts.fall_back("autograd-only")
@@ -142,9 +130,10 @@ def _passing_router(traffic: Traffic, native: Any) -> Callable[..., Any]:
 
 
 def _count(counter: dict[str, int]) -> None:
-    """One more call that arrived."""
+    """One more call that arrived, whatever the counter's owner has made of it meanwhile: a call never fails of that."""
     # Nothing between reading and writing a count lets another thread in, as long as there is no call there.
     try:
         counter["n"] += 1
-    except KeyError:  # somebody emptied it
-        counter["n"] = 1
+    except Exception:  # it was emptied, or holds no number
+        with contextlib.suppress(Exception):
+            counter["n"] = 1

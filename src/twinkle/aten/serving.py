@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,25 @@ from twinkle.aten.spec import Kernel, OperatorSpec, Pullback, Semantics
 from twinkle.memory import Memory
 from twinkle.platforms import Platform
 
+unseen = torch._C.DisableTorchFunction
+"""Within it a user's function mode, as ``torch.device(...)`` is one, sees and changes no call of PyTorch's: what Python
+code does below an operator isn't the user's, and natively nobody sees it."""
+
+
+class Flight(threading.local):
+    """What this thread is doing in one operator's routers and gradients.
+
+    Attributes:
+        busy: a call is being served, or its gradient computed. The operator's own calls of itself until then are parts
+            of that, and native's.
+        called_itself: the kernel did so.
+        arrived: a call has reached the router at the backend key.
+    """
+
+    busy = False
+    called_itself = False
+    arrived = False
+
 
 class Serving:
     """The kernel that serves an operator on a platform.
@@ -27,6 +47,7 @@ class Serving:
         arguments: what its arguments are.
         is_detached: autograd has to tie the result to its argument, which Python code can't.
         routes: what was measured about its calls, where they go by that.
+        flight: what each thread is doing in it.
     """
 
     def __init__(
@@ -46,6 +67,7 @@ class Serving:
         self._each_time = [(c.code, c.holds) for c in conditions if c.each_time]
         self._known: Memory[str] = Memory()
         self.routes = routes
+        self.flight = Flight()
         self.is_detached = Semantics.DETACHED in spec.semantics
         self._in_place = Semantics.IN_PLACE in spec.semantics and not self.is_detached
         self.function = spec.home.load(kernel.path)
@@ -59,12 +81,19 @@ class Serving:
         return self._lasting_refusal(values) or self.refusal_this_time(values)
 
     def _lasting_refusal(self, values: list[Any]) -> str | None:
+        if self.arguments.has_numbers(values):  # conditions ask tensors
+            return "number"
         return _first_failing(self._lasting, values) or (self.routes and self.routes.refusal(values)) or None
 
     def lasting_refusal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Of the conditions that look at nothing but the layout, as the dispatcher hands it over; remembered."""
         key = layout(args, kwargs)
-        code = self._known.get(key)
+        try:
+            code = self._known.get(key)
+        except (
+            TypeError
+        ):  # sizes are symbols, of a program that is being made: a kernel's questions would become guards
+            return "symbolic"
         if code is None:
             code = self._lasting_refusal(self.arguments.bind(args, kwargs)) or ""
             if key is not None:
@@ -77,15 +106,20 @@ class Serving:
 
     def run(self, values: list[Any]) -> Any:
         """The kernel's result, without a gradient: for calls from below autograd."""
-        if _is_autocast():
-            return without_autocast(self.arguments.call, self.function, values)
-        return self.arguments.call(self.function, values)
+        with unseen():
+            if _is_autocast():
+                return without_autocast(self.arguments.call, self.function, values)
+            return self.arguments.call(self.function, values)
 
     def ungradable(self, values: list[Any]) -> str | None:
         """Why autograd can't be served here by an ``autograd.Function``; None when it can or isn't wanted."""
-        if self._in_place and self._needs_gradient(values):
+        if not self._in_place:
+            return None
+        written = values[0]
+        if written.is_inference() and not torch.is_inference_mode_enabled():
+            return "inference-tensor"  # which native doesn't write then
+        if self._needs_gradient(values):
             # It would complain only after the write, and can't tell all kinds of views.
-            written = values[0]
             if written.is_leaf and written.requires_grad:
                 return "in-place-on-leaf"
             if written._is_view():
@@ -94,7 +128,9 @@ class Serving:
 
     def run_with_gradient(self, values: list[Any]) -> Any:
         """The kernel's result with a gradient, as an autograd kernel gives it."""
-        if self._needs_gradient(values):
+        with unseen():
+            differentiable = self._needs_gradient(values)
+        if differentiable:  # not within that, since a user's hooks on what is saved are called there
             return _Differentiable.apply(self, *values)
         with torch._C._AutoDispatchBelowADInplaceOrView():
             result = self.run(values)
@@ -134,7 +170,7 @@ def _first_failing(conditions: list[tuple[str, Callable[..., bool]]], values: li
 class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, serving: Serving, *values: Any) -> Any:
-        with torch._C._AutoDispatchBelowADInplaceOrView():
+        with unseen(), torch._C._AutoDispatchBelowADInplaceOrView():
             if serving._differentiable is not None:
                 result, ctx.pullback = without_autocast(serving._differentiable, list(values))
             else:
@@ -146,7 +182,7 @@ class _Differentiable(torch.autograd.Function):
                 ctx.save_for_backward(*(value if isinstance(value, torch.Tensor) else None for value in needed))
         if serving._in_place:
             ctx.mark_dirty(values[0])
-        ctx.count = len(values)
+        ctx.count, ctx.flight = len(values), serving.flight
         return result
 
     @staticmethod
@@ -154,7 +190,13 @@ class _Differentiable(torch.autograd.Function):
         others = getattr(ctx, "others", ())
         saved = ctx.saved_tensors if others else ()
         arguments = [other if tensor is None else tensor for tensor, other in zip(saved, others, strict=True)]
-        grads = without_autocast(ctx.pullback, grad, *arguments)
+        flight = ctx.flight
+        before, flight.busy = flight.busy, True  # a derivative made of the operator itself would come here again
+        try:
+            with unseen():
+                grads = without_autocast(ctx.pullback, grad, *arguments)
+        finally:
+            flight.busy = before
         return (None, *grads, *[None] * (ctx.count - len(grads)))
 
 

@@ -189,7 +189,7 @@ def torch_copy(to: torch.Tensor, source: torch.Tensor) -> None:
 
 @functools.cache
 def _true() -> torch.Tensor:
-    return torch.ones((), dtype=torch.bool)
+    return torch.ones((), dtype=torch.bool, device="cpu")  # PyTorch takes it beside tensors on any device
 
 
 @functools.lru_cache(maxsize=4096)

@@ -14,6 +14,7 @@ from twinkle.aten.arguments import Arguments
 from twinkle.aten.errors import NotRegistrableError
 from twinkle.aten.harness import places
 from twinkle.aten.harness.cases import Case, cases
+from twinkle.aten.harness.numbers import number_calls
 from twinkle.aten.harness.observe import Call, Seen, differences
 from twinkle.aten.harness.outcome import Outcome, started
 from twinkle.aten.harness.refused import refused_calls
@@ -123,7 +124,7 @@ Enter = Callable[[], AbstractContextManager[Any]]
 
 
 def _calls(spec: OperatorSpec, profile: Profile) -> Iterator[tuple[Call, Enter, list[list[str]]]]:
-    """Each case in each context, a call beyond each condition, and what PyTorch refuses; with whom may serve it."""
+    """Each case in each context, a call beyond each condition, and what no author lists; with whom may serve it."""
     serving = Serving(spec, profile.found)
     device = torch.device(profile.device)
     for case in cases(spec, seeds=1):
@@ -147,6 +148,8 @@ def _calls(spec: OperatorSpec, profile: Profile) -> Iterator[tuple[Call, Enter, 
         )
         resolved = others if condition.code == "lazy-bits" or (condition.code == "layout" and sparse) else []
         yield call, torch.enable_grad, [[condition.code], [], *resolved]
+    for name, numbered in number_calls(spec, device):
+        yield Call.of(name, numbered, spec, differentiate=False), torch.enable_grad, [["number"], []]
     for name, refused in refused_calls(spec, device):
         call = Call.of(name, refused, spec, differentiate=False)
         # A kernel may find it out itself, as long as it raises what PyTorch does.
