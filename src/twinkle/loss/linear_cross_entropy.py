@@ -176,7 +176,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():  # what was computed in the forward has no graph: a part would be missing silently
-            raise RuntimeError("linear_cross_entropy: its gradient can't be differentiated again (create_graph=True)")
+            raise RuntimeError(
+                "linear_cross_entropy: its gradient can't be differentiated again (create_graph=True); "
+                "leave 'fused_ce' out for a model that needs it"
+            )
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:  # of tokens' losses; or the second backward through a graph that was retained
             x, weight, bias, target, class_weight = ctx.saved_tensors
