@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from twinkle.aten.gradients import by_autograd
-from twinkle.gradients import gradients_with_graph
+from twinkle.gradients import gradients_by_formula
 from twinkle.kernel.ops.rms_norm import reference
 from twinkle.kernel.ops.rms_norm.gated_reference import gated_rms_norm
 from twinkle.kernel.ops.rms_norm.torch import FORMULATIONS
@@ -39,7 +39,7 @@ class _Product(torch.autograd.Function):
 
 
 HELPERS: dict[str, Callable[..., tuple[Any, ...]]] = {
-    "gradients_with_graph": lambda grad, a, b: gradients_with_graph(product, (a, b), (True, True), grad),
+    "gradients_by_formula": lambda grad, a, b: gradients_by_formula(product, (a, b), (True, True), grad),
     "by_autograd": lambda grad, a, b: by_autograd(product, grad, (a, b)),
 }
 

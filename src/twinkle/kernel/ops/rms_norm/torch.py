@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from twinkle.gradients import gradients_with_graph
+from twinkle.gradients import gradients_by_formula, wants_formula
 from twinkle.kernel.ops.derived import layer
 from twinkle.kernel.ops.rms_norm.gated_reference import GatedRMSNormVariant, gated_rms_norm
 from twinkle.kernel.ops.rms_norm.reference import RMSNormVariant, rms_norm
@@ -104,7 +104,7 @@ class _FewPasses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, gate, rstd = ctx.saved_tensors
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if wants_formula():
             return *_differentiable_backward(ctx, x, weight, gate, dy), None, None
         return *_backward(ctx.needs_input_grad, x, weight, gate, rstd, dy, ctx.offset), None, None
 
@@ -147,7 +147,7 @@ def _differentiable_backward(ctx: Any, x: Any, weight: Any, gate: Any, dy: torch
             return rms_norm(x, weight, ctx.eps, offset=ctx.offset, cast="after", **options)
         return gated_rms_norm(x, gate, weight, ctx.eps, **options)
 
-    return gradients_with_graph(formula, (x, weight, gate), ctx.needs_input_grad[:3], dy)
+    return gradients_by_formula(formula, (x, weight, gate), ctx.needs_input_grad[:3], dy)
 
 
 def refuse_few_passes(x: torch.Tensor) -> str | None:
