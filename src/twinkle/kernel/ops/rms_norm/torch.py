@@ -193,7 +193,7 @@ def load(target: Any, site: Site) -> type[nn.Module]:
         return formulation_for(hidden_states).norm(hidden_states, weight, None, getattr(self, eps_name), offset)
 
     def accepts_call(self: Any, hidden_states: torch.Tensor) -> str | None:
-        weight = getattr(self, weight_name) if weight_name else hidden_states
+        weight = getattr(self, weight_name) if weight_name else None
         unfit = _unfit(hidden_states, weight) or formulation_for(hidden_states).refuse(hidden_states)
         return unfit or slower(hidden_states)
 
@@ -220,10 +220,16 @@ def load_gated(target: Any, site: Site) -> type[nn.Module]:
     return layer("TorchGatedRMSNorm", forward, accepts_call)
 
 
-def _unfit(x: torch.Tensor, weight: torch.Tensor) -> str | None:
-    """F.rms_norm is one kernel for one dtype only, and some originals promote."""
+def _unfit(x: torch.Tensor, weight: torch.Tensor | None) -> str | None:
+    """F.rms_norm is one kernel for one dtype only, and some originals promote, as some spread narrower inputs."""
     if x.is_nested:
         return "a nested tensor"
+    if x.dim() == 0:
+        return "a tensor without dimensions"
+    if weight is None:
+        return None
+    if weight.shape != x.shape[-1:]:
+        return f"the weight's shape is {tuple(weight.shape)}, the input's {tuple(x.shape)}"
     if weight.dtype == x.dtype:
         return None
     return f"the weight is {dtype_name(weight.dtype)}, the input {dtype_name(x.dtype)}"
