@@ -49,3 +49,19 @@ def gradients_by_formula(
     outputs, seeds = zip(*pairs, strict=True)
     found = iter(torch.autograd.grad(outputs, wanted, seeds, create_graph=again))  # type: ignore[arg-type]
     return tuple(next(found) if is_needed else None for is_needed in needed)
+
+
+def saved_tensors(ctx: Any, kernel: str) -> tuple[Any, ...]:
+    """What a forward of ours saved; where somebody wrote into it since, PyTorch's error says so, and ours whose it was.
+
+    An original may have saved a copy in a wider dtype instead, and allow what our kernel can't.
+    """
+    try:
+        return ctx.saved_tensors  # type: ignore[no-any-return]
+    except RuntimeError as error:
+        if "modified by an inplace operation" in str(error):
+            error.add_note(
+                f"it was saved for the backward of a kernel of twinkle, {kernel}, and the original may have saved a "
+                f"copy instead: write x = x + y in the place of x += y, or leave {kernel} out for this model"
+            )
+        raise

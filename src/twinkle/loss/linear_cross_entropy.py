@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch.compiler import is_compiling
 
-from twinkle.gradients import gradients_by_formula, wants_formula
+from twinkle.gradients import gradients_by_formula, saved_tensors, wants_formula
 from twinkle.loss import traced
 from twinkle.loss.chunks import Accumulation, Settings, differentiate, evaluate, mean_of
 from twinkle.loss.scaling import scaled_in_place
@@ -185,7 +185,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             return *_several_at_once(ctx, upstream), *(None,) * 3
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:  # of tokens' losses; or the second backward through a graph that was retained
-            x, weight, bias, target, class_weight = ctx.saved_tensors
+            x, weight, bias, target, class_weight = saved_tensors(ctx, "linear_cross_entropy")
             wanted = ctx.needs_input_grad[:3]
             upstream = upstream.expand(target.shape)
             found: tuple[torch.Tensor | None, ...] = differentiate(
@@ -201,7 +201,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _several_at_once(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """The gradients under ``vmap``, where nothing can be written in place; all logits exist at once."""
-    x, weight, bias, target, class_weight = ctx.saved_tensors
+    x, weight, bias, target, class_weight = saved_tensors(ctx, "linear_cross_entropy")
     recipe, reduction, *_ = ctx.settings
     wide = torch.promote_types(x.dtype, torch.float32)
     class_weight = None if class_weight is None else class_weight.to(x.device, wide)

@@ -10,7 +10,7 @@ import torch
 import triton
 from torch.compiler import is_compiling
 
-from twinkle.gradients import gradients_by_formula, wants_formula
+from twinkle.gradients import gradients_by_formula, saved_tensors, wants_formula
 from twinkle.kernel.ops.fused_norms import add_kernels as kernels
 from twinkle.kernel.ops.fused_norms.add_reference import SumAndNorm, original
 from twinkle.kernel.ops.rms_norm.triton_launch import WIDEST, shape_of
@@ -130,7 +130,7 @@ class _AddNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dtotal: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        total, weight, rstd = ctx.saved_tensors
+        total, weight, rstd = saved_tensors(ctx, "add_rms_norm by triton")
         layout: _Layout = ctx.layout
         needs_dw = ctx.needs_input_grad[2]
         if wants_formula():

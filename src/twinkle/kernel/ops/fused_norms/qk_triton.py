@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.compiler import is_compiling
 
-from twinkle.gradients import gradients_by_formula, wants_formula
+from twinkle.gradients import gradients_by_formula, saved_tensors, wants_formula
 from twinkle.kernel.ops.fused_norms import qk_launch
 from twinkle.kernel.ops.fused_norms.qk_launch import Kind
 from twinkle.kernel.ops.fused_norms.qk_reference import Rotated, original
@@ -107,7 +107,7 @@ class _NormRotary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, q_grad: torch.Tensor, k_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, q_weight, k_weight, cos, sin = ctx.saved_tensors
+        q, k, q_weight, k_weight, cos, sin = saved_tensors(ctx, "qk_norm_rotary by triton")
         layout: _Layout = ctx.layout
         needed = ctx.needs_input_grad[:4]
         if wants_formula():

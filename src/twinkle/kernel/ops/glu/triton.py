@@ -16,7 +16,7 @@ import triton
 from torch import nn
 from torch.compiler import is_compiling
 
-from twinkle.gradients import gradients_by_formula, wants_formula
+from twinkle.gradients import gradients_by_formula, saved_tensors, wants_formula
 from twinkle.kernel.ops.computed_again import computed_again
 from twinkle.kernel.ops.derived import layer
 from twinkle.kernel.ops.glu import triton_kernels as kernels
@@ -104,7 +104,7 @@ class _Glu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        gate, up = ctx.saved_tensors
+        gate, up = saved_tensors(ctx, "the gated product by triton")
         if wants_formula():
             formula = functools.partial(_by_formula, activation=ctx.activation)
             return (*gradients_by_formula(formula, (gate, up), ctx.needs_input_grad[:2], grad), None)
@@ -127,7 +127,7 @@ class _FusedGlu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        (gate_up,) = ctx.saved_tensors
+        (gate_up,) = saved_tensors(ctx, "the gated product by triton")
         if wants_formula():
             formula = functools.partial(_by_formula, activation=ctx.activation)
             return (*gradients_by_formula(lambda t: formula(*t.chunk(2, dim=-1)), (gate_up,), (True,), grad), None)

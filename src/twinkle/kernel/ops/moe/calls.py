@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from twinkle.gradients import gradients_by_formula, wants_formula
+from twinkle.gradients import gradients_by_formula, saved_tensors, wants_formula
 from twinkle.kernel.ops.moe.experts_reference import MoeExpertsVariant, Stacks, moe_experts
 from twinkle.kernel.ops.moe.routing import Route
 
@@ -46,7 +46,9 @@ def differentiable(results: Results, gradients: Gradients) -> Callable[..., torc
 
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-            x, weights, gate_up, down, gate_up_bias, down_bias, index, projected, *route = ctx.saved_tensors
+            x, weights, gate_up, down, gate_up_bias, down_bias, index, projected, *route = saved_tensors(
+                ctx, "moe_experts"
+            )
             stacks = gate_up, down, gate_up_bias, down_bias
             needed = ctx.needs_input_grad[:6]
             if wants_formula():

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import nn
 from torch.compiler import is_compiling
 
-from twinkle.gradients import gradients_by_formula, wants_formula
+from twinkle.gradients import gradients_by_formula, saved_tensors, wants_formula
 from twinkle.kernel.ops.derived import layer
 from twinkle.kernel.ops.moe.block_reference import nothing_to_fuse
 from twinkle.kernel.ops.triton_support import call_reason, device_reason
@@ -90,7 +90,7 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gate, shared = ctx.saved_tensors
+        gate, shared = saved_tensors(ctx, "moe_block by triton")
         if wants_formula():
             wanted = ctx.needs_input_grad[1:]
             return (grad, *gradients_by_formula(_gated, (gate, shared), wanted, grad))

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import nn
 from torch.compiler import is_compiling
 
-from twinkle.gradients import gradients_by_formula, wants_formula
+from twinkle.gradients import gradients_by_formula, saved_tensors, wants_formula
 from twinkle.kernel.ops.derived import layer
 from twinkle.kernel.ops.moe.router_reference import MoeRouterVariant, Routed, scores_of
 from twinkle.kernel.ops.triton_support import call_reason, device_reason
@@ -153,7 +153,7 @@ class _Choice(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, None, None]:
-        logits, index = ctx.saved_tensors
+        logits, index = saved_tensors(ctx, "moe_router by triton")
         variant: MoeRouterVariant = ctx.variant
         if wants_formula():
             formula = functools.partial(scores_of, index=index, variant=variant)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from twinkle.gradients import gradients_by_formula, wants_formula
+from twinkle.gradients import gradients_by_formula, saved_tensors, wants_formula
 from twinkle.kernel.ops.derived import layer
 from twinkle.kernel.ops.rms_norm.gated_reference import GatedRMSNormVariant, gated_rms_norm
 from twinkle.kernel.ops.rms_norm.reference import RMSNormVariant, rms_norm
@@ -103,7 +103,7 @@ class _FewPasses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight, gate, rstd = ctx.saved_tensors
+        x, weight, gate, rstd = saved_tensors(ctx, "rms_norm by torch")
         if wants_formula():
             return *_differentiable_backward(ctx, x, weight, gate, dy), None, None
         return *_backward(ctx.needs_input_grad, x, weight, gate, rstd, dy, ctx.offset), None, None

@@ -11,7 +11,7 @@ import torch
 import triton
 from torch.compiler import is_compiling
 
-from twinkle.gradients import gradients_by_formula, wants_formula
+from twinkle.gradients import gradients_by_formula, saved_tensors, wants_formula
 from twinkle.kernel.ops.rotary import triton_kernels as kernels
 from twinkle.kernel.ops.rotary.reference import DIALECTS, Dialect, RotaryVariant, with_signature
 from twinkle.kernel.ops.rotary.reference import rotate as reference_rotate
@@ -151,7 +151,7 @@ class _Rotary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        cos, sin = ctx.saved_tensors
+        cos, sin = saved_tensors(ctx, "rotary by triton")
         results: Any
         if wants_formula():
             results = [_turned_back(grad, cos, sin, ctx.dialect, ctx.heads_at, ctx.dtype) for grad in grads]
