@@ -22,8 +22,8 @@ from torch.nn.utils import parametrize
 
 from twinkle.kernel.calls import as_original, counted, signature_of
 from twinkle.kernel.journal import Refused
-from twinkle.kernel.ops.causal_lm_loss.autograd_functions import LEAVE_OUT
-from twinkle.kernel.ops.causal_lm_loss.own_losses import asks_what_they_are
+from twinkle.kernel.ops.causal_lm_loss.lost_gradients import LEAVE_OUT
+from twinkle.kernel.ops.causal_lm_loss.own_losses import may_ask_what_they_are
 from twinkle.kernel.ops.causal_lm_loss.pending_logits import Head, PendingLogits
 from twinkle.kernel.ops.hooks import hooks_for_all, hooks_on
 from twinkle.kernel.ops.torch_support import transformed
@@ -195,7 +195,7 @@ def _fused(original: Callable[..., Any], path: str, loss: Callable[..., Any], co
             return "not in training: the logits are kept"
         if has_loss_layer and is_compiling():
             return "inside a compiler, which can't do it for this model"
-        if asks_what_they_are(getattr(self, "loss_function", None)):
+        if may_ask_what_they_are(getattr(self, "loss_function", None)):
             return "its loss_function asks whether something is a tensor, which logits that aren't computed are not"
         return transformed() or _hooked(self, path)
 

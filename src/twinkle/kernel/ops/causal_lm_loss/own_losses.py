@@ -15,14 +15,22 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 
 _QUESTIONS = {"isinstance", "is_tensor"}
 _KNOWN = ("torch", "transformers", "twinkle")
 """Packages whose functions don't ask, or ask it of what isn't logits."""
 
 
+def may_ask_what_they_are(loss: Any) -> bool:
+    """Whether a loss might; a compiler can have the code of functions alone looked at."""
+    if is_compiling() and loss is not None and not isinstance(loss, types.FunctionType):
+        return True
+    return _asks_what_they_are(loss)
+
+
 @torch.compiler.assume_constant_result
-def asks_what_they_are(loss: Any) -> bool:
+def _asks_what_they_are(loss: Any) -> bool:
     """Whether the code of a loss, or of functions that it names, asks for the type of anything."""
     waiting, seen = [loss], set()
     while waiting:

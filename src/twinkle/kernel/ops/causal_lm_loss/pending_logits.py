@@ -17,14 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch.compiler import is_compiling
 
-from twinkle.kernel.ops.causal_lm_loss.autograd_functions import LEAVE_OUT, check_no_function
+from twinkle.kernel.ops.causal_lm_loss.lost_gradients import GRADIENTS, LEAVE_OUT, check_no_function
 from twinkle.kernel.ops.causal_lm_loss.written_down import Cap, leaves_last_dimension
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 Number = float  # where float is a method
-
-GRADIENTS = {"grad", "grad_fn", "register_hook", "retain_grad", "retains_grad", "_backward_hooks"}
-"""What is asked of a tensor about its gradient."""
 
 
 class Head:
@@ -95,10 +92,9 @@ class Head:
 
     def check_has_gradient(self, why: str) -> None:
         """The loss went past the logits: of its gradient nothing would be seen there, and nothing done to it count."""
+        text = f"the logits' gradient is asked for ({why}) after their loss was computed without them"
         if self.fused:
-            raise RuntimeError(
-                f"the logits' gradient is asked for ({why}) after their loss was computed without them; {LEAVE_OUT}"
-            )
+            raise RuntimeError(f"{text}; {LEAVE_OUT}")
 
     def _check_unchanged(self) -> None:
         if self._versions is not None and self._versions != (self.x._version, self.weight._version):
@@ -299,10 +295,9 @@ class PendingLogits:
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         why = getattr(function, "__name__", "a function")
-        if function is torch.autograd.grad:
-            for pending in args[1]:
-                if isinstance(pending, PendingLogits):
-                    pending.head.check_has_gradient("autograd.grad")
+        for pending in args[1] if function is torch.autograd.grad else ():
+            if isinstance(pending, PendingLogits):
+                pending.head.check_has_gradient("autograd.grad")
         first = args[0] if args else kwargs.get("input")
         if isinstance(first, PendingLogits):
             rest = {name: value for name, value in kwargs.items() if name != "input"}

@@ -1,4 +1,4 @@
-"""Whether logits are asked for within an ``autograd.Function``, out of which no gradient for them would come."""
+"""Uses of logits that nobody has computed through which a gradient would be lost."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+GRADIENTS = {"grad", "grad_fn", "register_hook", "retain_grad", "retains_grad", "_backward_hooks"}
+"""What is asked of a tensor about its gradient."""
 
 LEAVE_OUT = "leave 'fused_ce' out for this model"
 """What to do about a model whose loss asks more of its logits than pending ones can give."""
