@@ -111,8 +111,7 @@ class PendingLogits:
         rows: ``[..., H]``, what the head would be applied to: the rows of its input that are left.
         cap: what was done to the numbers.
         dtype: of the logits.
-        step: what makes the logits from those before, or from the rows.
-        before: what it was made of.
+        step, before: what makes the logits from those that it was made of, or from the rows.
     """
 
     def __init__(
