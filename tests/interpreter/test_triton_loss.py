@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.triton_device import DEVICE, DTYPES, by_device, examples
+from tests.support.triton_device import DEVICE, DTYPES, ON_GPU, by_device, examples
 from twinkle.kernel.verify import allowed_error_used
 from twinkle.loss import triton_scaling, triton_token_losses
 from twinkle.loss.scaling import scaled_in_place
@@ -66,6 +66,20 @@ def test_without_an_upstream_the_logits_stay() -> None:
     losses = triton_token_losses.token_losses(logits, target, weight, Recipe(), None)
     torch.testing.assert_close(losses, by_formula(before, target, weight, Recipe(), None))
     assert torch.equal(logits, before)
+
+
+@pytest.mark.skipif(ON_GPU, reason="there libdevice is one")
+def test_a_soft_cap_where_libdevice_is_a_stub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the interpreter has it when no test has mended it; over small numbers, large ones, and where the ways meet."""
+    monkeypatch.setattr(triton_token_losses.libdevice, "tanh", lambda x: None)
+    near = torch.linspace(0.099, 0.101, 9)
+    row = torch.cat([torch.logspace(-30, 2, 60), near, -near, torch.tensor([0.0, -1e-20, 1e30, -1e30])])
+    case = row[None].to(DEVICE), torch.tensor([3]).to(DEVICE), None, torch.ones(1).to(DEVICE)
+    ours, theirs = (
+        run(function, case, Recipe(softcap=1.0), torch.float32)
+        for function in (triton_token_losses.token_losses, by_formula)
+    )
+    torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-7)
 
 
 def test_values_at_the_edge() -> None:

@@ -306,3 +306,13 @@ def test_the_layouts_are_what_they_are_called() -> None:
     }
     assert made["an odd storage offset"].data_ptr() % 16
     assert made["one row for all"].stride(0) == 0
+
+
+def test_an_input_that_was_written_into_is_told_whose_it_was() -> None:
+    """The original's fp32 copy would still be what it was."""
+    x = torch.ones(4, 32, dtype=torch.bfloat16, device=DEVICE, requires_grad=True) * 1
+    y = rms_norm(x, torch.ones(32, dtype=torch.bfloat16, device=DEVICE), None, 1e-6, 0.0, "before")
+    x += y
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
+        x.sum().backward()
+    assert "a kernel of twinkle, rms_norm by triton," in raised.value.__notes__[0]

@@ -140,6 +140,42 @@ def test_a_logical_name_without_an_installer(qwen3: nn.Module, key: str, op: str
     refused(qwen3, {key: toys.ToyNorm}, f"{key!r} is a logical name", "got the class tests.support.toys.ToyNorm")
 
 
+IN_THE_MODEL = [
+    ("model.norm", "rms_norm", [f"is a place in this model, and a key names code: write {NORM!r} for all of its 9"]),
+    ("model.layers.0.mlp", "swiglu", [f"write '{QWEN3}.Qwen3MLP' for all of its 2 Qwen3MLP"]),
+    ("model.layers.0.mlp.forward", "swiglu", [f"write '{QWEN3}.Qwen3MLP'"]),
+    ("model.layers.0.mlp.up_proj", "swiglu", ["is a place in this model", "own class that uses this Linear"]),
+    ("lm_head", "swiglu", ["is a logical name", "own class that uses this Linear"]),
+    ("model", "rms_norm", [f"write '{QWEN3}.Qwen3Model'"]),
+    ("Qwen3RMSNorm", "rms_norm", ["is a logical name", f"write its dotted path {NORM!r}"]),
+    ("Qwen3RMSNorm.forward", "rms_norm", [f"write its dotted path {NORM_FORWARD!r}"]),
+    ("apply_rotary_pos_emb", "rotary", [f"write its dotted path {ROTARY!r}"]),
+]
+
+
+@pytest.mark.usefixtures("untouched")
+@pytest.mark.parametrize(("key", "op", "words"), IN_THE_MODEL)
+def test_a_key_that_is_something_in_the_model(qwen3: nn.Module, key: str, op: str, words: list[str]) -> None:
+    refused(qwen3, {key: choice(op)}, repr(key), *words)
+
+
+@pytest.mark.usefixtures("untouched")
+@pytest.mark.parametrize(
+    ("op", "key", "place"),
+    [
+        ("causal_lm_loss", "fused_ce", f"{QWEN3}.Qwen3ForCausalLM.forward"),
+        ("qk_norm_rotary", "fused_qk", f"{QWEN3}.Qwen3Attention.forward"),
+        ("qk_norm_rotary", "fused_qk", ROTARY),
+        ("add_rms_norm", "fused_add_norm", modeling_qwen3.Qwen3DecoderLayer),
+        ("sdpa_attention", "sdpa", f"{QWEN3}.eager_attention_forward"),
+        ("fla", "fla", f"{QWEN3}.Qwen3Attention"),
+    ],
+    ids=str,
+)
+def test_a_place_for_an_op_that_finds_its_places_itself(qwen3: nn.Module, op: str, key: str, place: Any) -> None:
+    refused(qwen3, {place: choice(op)}, f"op {op} finds its places by itself", f"write the key {key!r} instead")
+
+
 OUTSIDE = [
     (f"{TOYS}.ToyNrom", ["tests.support.toys has no 'ToyNrom'", "nearest: tests.support.toys.ToyNorm"]),
     (f"{TOYS}.toynorm", ["nearest: tests.support.toys.ToyNorm"]),

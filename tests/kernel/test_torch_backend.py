@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import math
 
 import pytest
 
@@ -363,6 +364,27 @@ def test_nested_tensors_go_to_the_original():
     kernelize(model, {f"{LLAMA}.LlamaRMSNorm": KernelChoice("rms_norm", ("torch",))})
     assert torch.equal(model(x).values(), expected.values())
     assert report(model).rows[0].fallbacks == {"a nested tensor": 1}
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 1), ()])
+def test_inputs_that_the_original_spreads_go_to_it(shape):
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    model, x = nn.Sequential(LlamaRMSNorm(16)), random_tensor(6)[: math.prod(shape)].view(shape)
+    expected = model(x)
+    kernelize(model, {f"{LLAMA}.LlamaRMSNorm": KernelChoice("rms_norm", ("torch",))}, strict=True)
+    assert expected.shape == (*shape[:-1], 16) and torch.equal(model(x), expected)
+    assert report(model).rows[0].calls == 0
+
+
+def test_a_number_without_dimensions_and_a_norm_without_a_weight():
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
+
+    model, x = nn.Sequential(Gemma4RMSNorm(16, with_scale=False)), torch.tensor(3.0)
+    expected = model(x)
+    kernelize(model, {Gemma4RMSNorm: KernelChoice("rms_norm", ("torch",))}, strict=True)
+    assert torch.equal(model(x), expected)
+    assert report(model).rows[0].fallbacks == {"a tensor without dimensions": 1}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -1,4 +1,5 @@
-"""Gradients that are to be differentiated again, where one input of an operator was computed from another.
+"""Gradients that are to be differentiated again, where one input of an operator was computed from another; and inputs
+that somebody wrote into.
 
 Of an input only its own part belongs into its gradient: what comes by way of the other input, autograd adds by itself.
 """
@@ -13,10 +14,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from twinkle.aten.gradients import by_autograd
-from twinkle.gradients import gradients_with_graph
+from twinkle.gradients import gradients_by_formula
 from twinkle.kernel.ops.rms_norm import reference
 from twinkle.kernel.ops.rms_norm.gated_reference import gated_rms_norm
 from twinkle.kernel.ops.rms_norm.torch import FORMULATIONS
+from twinkle.loss import linear_cross_entropy
 
 
 def product(a: Any, b: Any) -> Any:
@@ -39,7 +41,7 @@ class _Product(torch.autograd.Function):
 
 
 HELPERS: dict[str, Callable[..., tuple[Any, ...]]] = {
-    "gradients_with_graph": lambda grad, a, b: gradients_with_graph(product, (a, b), (True, True), grad),
+    "gradients_by_formula": lambda grad, a, b: gradients_by_formula(product, (a, b), (True, True), grad),
     "by_autograd": lambda grad, a, b: by_autograd(product, grad, (a, b)),
 }
 
@@ -70,3 +72,30 @@ def test_a_norm_whose_weight_is_computed_from_its_input(formulation: str, gated:
 
     x = torch.linspace(-1, 1, 15).view(3, 5)
     torch.testing.assert_close(first_and_second(ours, x), first_and_second(formula, x), rtol=1e-4, atol=1e-4)
+
+
+def _norm(x: Any) -> Any:
+    return FORMULATIONS["cpu"].norm(x, torch.ones(6, dtype=x.dtype), None, 1e-6, 0.0)
+
+
+def _loss(x: Any) -> Any:
+    return linear_cross_entropy(x, torch.ones(3, 6, dtype=x.dtype), torch.zeros(4, dtype=torch.long), reduction="none")
+
+
+@pytest.mark.parametrize(("function", "kernel"), [(_norm, "rms_norm by torch"), (_loss, "linear_cross_entropy")])
+def test_an_input_that_was_written_into_is_told_whose_it_was(function: Callable[[Any], Any], kernel: str) -> None:
+    x = torch.ones(4, 6, dtype=torch.bfloat16, requires_grad=True) * 1
+    result = function(x)
+    x += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
+        result.sum().backward()
+    (note,) = raised.value.__notes__
+    assert f"a kernel of twinkle, {kernel}," in note and "write x = x + y" in note
+
+
+def test_other_errors_of_what_was_saved_are_as_they_were() -> None:
+    result = _norm(torch.ones(4, 6, requires_grad=True) * 1).sum()
+    result.backward()
+    with pytest.raises(RuntimeError, match="second time") as raised:
+        result.backward()
+    assert not hasattr(raised.value, "__notes__")

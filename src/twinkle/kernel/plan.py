@@ -17,6 +17,7 @@ from twinkle.kernel.config import DEFAULT_KERNEL_CONFIG
 from twinkle.kernel.hub import HubRef
 from twinkle.kernel.install import default_installer, kernel_for, obstacle
 from twinkle.kernel.journal import patch_of
+from twinkle.kernel.meant import logical_key_of, meant_by, no_logical_entry
 from twinkle.kernel.plugins import load_plugins
 from twinkle.kernel.probe import variant_of
 from twinkle.kernel.registry import Availability, KernelChoice
@@ -296,7 +297,13 @@ def _entry(key: Any, value: Any, index: ModelIndex) -> EntryPlan:
     if not isinstance(value, (KernelChoice, HubRef)) and not callable(value):
         wanted = "a KernelChoice, a class, a function or hub(…)"
         raise ValueError(f"{key!r:.120}: what replaces a target is {wanted}, got {describe(value)}")
-    target = resolve_target(key, importing=not default)
+    try:
+        target = resolve_target(key, importing=not default)
+    except ValueError as error:
+        meant = meant_by(key, index)
+        if meant is None:
+            raise
+        raise ValueError(meant) from error
     entry = EntryPlan(key, value, default, target.label, index)
     if isinstance(value, KernelChoice):
         entry.op = value.op
@@ -308,7 +315,8 @@ def _entry(key: Any, value: Any, index: ModelIndex) -> EntryPlan:
         return entry
     entry.target = target
     if target.kind == "logical":
-        _check_logical(key, value, entry.installer)
+        if not isinstance(value, KernelChoice) or entry.installer is default_installer:
+            raise ValueError(no_logical_entry(key, value, index))
         concerns = registry.get_op(value.op).concerns
         modules = (module for found in index.by_class.values() for _, module in found)
         if concerns is not None and not any(map(concerns, modules)):
@@ -317,24 +325,15 @@ def _entry(key: Any, value: Any, index: ModelIndex) -> EntryPlan:
         return entry
     if not isinstance(value, (KernelChoice, HubRef)):
         _check_direct_kind(target, value)
+    logical = logical_key_of(value)
+    if logical is not None:
+        raise ValueError(f"{target.label}: op {entry.op} finds its places by itself: write the key {logical!r} instead")
     entry.sites = index.sites(target)
     if not entry.sites:
         entry.state = "unused"
         what = "runs code of its Python module" if target.kind == "function" else "has an instance of it"
         entry.reason = None if default else Reason("unused", f"nothing in this model {what}")
     return entry
-
-
-def _check_logical(key: str, value: Any, installer: Any) -> None:
-    if isinstance(value, KernelChoice) and installer is not default_installer:
-        return
-    able = ", ".join(name for name, op in registry.ops().items() if op.installer is not None)
-    got = f"op {value.op} has no installer" if isinstance(value, KernelChoice) else f"got {describe(value)}"
-    raise ValueError(
-        f"{key!r} is a logical name (it has no dot): its places are found by an installer, but {got}. Use a "
-        f"KernelChoice of an op with an installer ({able}) or with installer=…, or name a class, method or function by "
-        "its dotted path"
-    )
 
 
 def _check_direct_kind(target: Target, value: Any) -> None:

@@ -12,10 +12,11 @@ from typing import Any, Literal
 import torch
 from torch.compiler import is_compiling
 
+from twinkle.gradients import gradients_by_formula, saved_tensors, wants_formula
 from twinkle.loss import traced
 from twinkle.loss.chunks import Accumulation, Settings, differentiate, evaluate, mean_of
 from twinkle.loss.scaling import scaled_in_place
-from twinkle.loss.token_losses import Backend, Recipe, backend_for
+from twinkle.loss.token_losses import Backend, Recipe, backend_for, by_formula
 
 __all__ = ["linear_cross_entropy"]
 
@@ -176,10 +177,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():  # what was computed in the forward has no graph: a part would be missing silently
-            raise RuntimeError("linear_cross_entropy: its gradient can't be differentiated again (create_graph=True)")
+            raise RuntimeError(
+                "linear_cross_entropy: its gradient can't be differentiated again (create_graph=True); "
+                "leave 'fused_ce' out for a model that needs it"
+            )
+        if wants_formula():
+            return *_several_at_once(ctx, upstream), *(None,) * 3
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:  # of tokens' losses; or the second backward through a graph that was retained
-            x, weight, bias, target, class_weight = ctx.saved_tensors
+            x, weight, bias, target, class_weight = saved_tensors(ctx, "linear_cross_entropy")
             wanted = ctx.needs_input_grad[:3]
             upstream = upstream.expand(target.shape)
             found: tuple[torch.Tensor | None, ...] = differentiate(
@@ -191,3 +197,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
             )
         return (*found, *(None,) * 3)
+
+
+def _several_at_once(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """The gradients under ``vmap``, where nothing can be written in place; all logits exist at once."""
+    x, weight, bias, target, class_weight = saved_tensors(ctx, "linear_cross_entropy")
+    recipe, reduction, *_ = ctx.settings
+    wide = torch.promote_types(x.dtype, torch.float32)
+    class_weight = None if class_weight is None else class_weight.to(x.device, wide)
+
+    def losses(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        found = by_formula(torch.nn.functional.linear(x, weight, bias), target, class_weight, recipe, None)
+        return found if reduction == "none" else found.sum()
+
+    return gradients_by_formula(losses, (x, weight, bias), ctx.needs_input_grad[:3], upstream)

@@ -9,10 +9,24 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from twinkle.loss.token_losses import Recipe
-from twinkle.triton_programs import on_device
+from twinkle.triton_programs import interpreted, on_device
 
 BLOCK = 4096
 """Logits of a token that are read at a time. On an H200 4096 by 8 warps took 8% less than 8192 by 16."""
+
+INTERPRETED = tl.constexpr(interpreted())
+
+
+@triton.jit
+def _tanh(x):
+    """For Triton's interpreter, whose libdevice has no functions. Where it would cancel it is the series."""
+    size = tl.abs(x)
+    small = tl.where(size < 0.1, x, 0.0)
+    square = small * small
+    series = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
+    decay = tl.exp(-2.0 * size)
+    share = (1.0 - decay) / (1.0 + decay)
+    return tl.where(size < 0.1, series, tl.where(x < 0.0, -share, share))
 
 
 @triton.jit
@@ -21,7 +35,7 @@ def _capped(x, scale, softcap, SOFTCAP: tl.constexpr):
     z = x.to(tl.float32) * scale
     slope = 1.0
     if SOFTCAP:
-        share = libdevice.tanh(z / softcap)
+        share = _tanh(z / softcap) if INTERPRETED else libdevice.tanh(z / softcap)
         z = share * softcap
         slope = 1.0 - share * share
     return z, slope

@@ -22,6 +22,8 @@ from torch.nn.utils import parametrize
 
 from twinkle.kernel.calls import as_original, counted, signature_of
 from twinkle.kernel.journal import Refused
+from twinkle.kernel.ops.causal_lm_loss.lost_gradients import LEAVE_OUT
+from twinkle.kernel.ops.causal_lm_loss.own_losses import may_ask_what_they_are
 from twinkle.kernel.ops.causal_lm_loss.pending_logits import Head, PendingLogits
 from twinkle.kernel.ops.hooks import hooks_for_all, hooks_on
 from twinkle.kernel.ops.torch_support import transformed
@@ -194,6 +196,8 @@ def _fused(original: Callable[..., Any], path: str, loss: Callable[..., Any], co
             return "not in training: the logits are kept"
         if has_loss_layer and is_compiling():
             return "inside a compiler, which can't do it for this model"
+        if may_ask_what_they_are(getattr(self, "loss_function", None)):
+            return "its loss_function asks whether something is a tensor, which logits that aren't computed are not"
         return transformed() or _hooked(self, path)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -201,6 +205,10 @@ def _fused(original: Callable[..., Any], path: str, loss: Callable[..., Any], co
         outer, _current.session = _current.session, session
         try:
             outputs = original(self, *args, **kwargs)
+        except Exception as error:
+            if PendingLogits.__name__ in str(error):  # of code that can be handed nothing but tensors
+                error.add_note(f"its logits aren't computed yet; {LEAVE_OUT}")
+            raise
         finally:
             _current.session = outer
         if not any(head.fused for head in session.calls) and not is_compiling():

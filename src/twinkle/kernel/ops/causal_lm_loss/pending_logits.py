@@ -8,17 +8,17 @@ that was made of them is a tensor, and what is views of one another stays so.
 
 from __future__ import annotations
 
-import inspect
 import math
-import sys
-import types
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.compiler import is_compiling
+
+from twinkle.kernel.ops.causal_lm_loss.lost_gradients import GRADIENTS, LEAVE_OUT, check_no_function
+from twinkle.kernel.ops.causal_lm_loss.written_down import Cap, leaves_last_dimension
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 Number = float  # where float is a method
@@ -90,23 +90,17 @@ class Head:
             why: str | None = self.loss.accepts_call(rows, self.weight, target, **options)
         return why
 
+    def check_has_gradient(self, why: str) -> None:
+        """The loss went past the logits: of its gradient nothing would be seen there, and nothing done to it count."""
+        text = f"the logits' gradient is asked for ({why}) after their loss was computed without them"
+        if self.fused:
+            raise RuntimeError(f"{text}; {LEAVE_OUT}")
+
     def _check_unchanged(self) -> None:
         if self._versions is not None and self._versions != (self.x._version, self.weight._version):
             raise RuntimeError(
-                "the head's input or weight was changed in place before its logits were needed; "
-                "leave 'fused_ce' out for this model"
+                f"the head's input or weight was changed in place before its logits were needed; {LEAVE_OUT}"
             )
-
-
-class Cap(NamedTuple):
-    """What was done to the numbers: ``inner * z``, or ``outer * tanh(inner * z)``."""
-
-    inner: float = 1.0
-    outer: float | None = None
-
-    def times(self, factor: float) -> Cap:
-        """That, multiplied."""
-        return Cap(self.inner * factor) if self.outer is None else Cap(self.inner, self.outer * factor)
 
 
 class PendingLogits:
@@ -117,8 +111,7 @@ class PendingLogits:
         rows: ``[..., H]``, what the head would be applied to: the rows of its input that are left.
         cap: what was done to the numbers.
         dtype: of the logits.
-        step: what makes the logits from those before, or from the rows.
-        before: what it was made of.
+        step, before: what makes the logits from those that it was made of, or from the rows.
     """
 
     def __init__(
@@ -141,7 +134,7 @@ class PendingLogits:
             RuntimeError: in an ``autograd.Function``, which doesn't know that it was handed tensors with a history.
         """
         if not torch.is_grad_enabled() and not is_compiling():
-            _check_no_function()
+            check_no_function()
         if self._value is None:
             self.head.compute(why)
         return self.settle()
@@ -252,7 +245,7 @@ class PendingLogits:
         return self._then(lambda logits: logits.reshape(sizes), rows)
 
     def __getitem__(self, index: Any) -> Any:
-        if not _leaves_last_dimension(index, self.ndim):
+        if not leaves_last_dimension(index, self.ndim):
             return self.value("getitem")[index]
         return self._then(lambda logits: logits[index], self.rows[index])
 
@@ -300,6 +293,10 @@ class PendingLogits:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        why = getattr(function, "__name__", "a function")
+        for pending in args[1] if function is torch.autograd.grad else ():
+            if isinstance(pending, PendingLogits):
+                pending.head.check_has_gradient("autograd.grad")
         first = args[0] if args else kwargs.get("input")
         if isinstance(first, PendingLogits):
             rest = {name: value for name, value in kwargs.items() if name != "input"}
@@ -307,12 +304,15 @@ class PendingLogits:
                 return first.cross_entropy(*args[1:], **rest)
             if function is torch.tanh and len(args) + len(kwargs) == 1:
                 return first.tanh()
-        why = getattr(function, "__name__", "a function")
+            if why in GRADIENTS:
+                first.head.check_has_gradient(why)
         return function(*_value_of(args, why), **_value_of(kwargs, why))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # what copying and pickling ask an object for
             raise AttributeError(name)
+        if name in GRADIENTS:
+            self.head.check_has_gradient(name)
         return getattr(self.value(name), name)
 
     def __repr__(self) -> str:
@@ -348,52 +348,3 @@ def _value_of(value: Any, why: str) -> Any:
     if isinstance(value, dict):
         return {key: _value_of(item, why) for key, item in value.items()}
     return value
-
-
-def _check_no_function() -> None:
-    """Raises in the forward of an ``autograd.Function`` that the model called. No gradient would get out of it."""
-    forwards = set(_forwards(torch.autograd.Function))
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != _INSTALLER:
-        if frame.f_code in forwards:
-            raise RuntimeError(
-                "the model hands its logits to an autograd.Function (or a reentrant checkpoint), which would get no "
-                "gradient for them, since they aren't computed yet; leave 'fused_ce' out for this model"
-            )
-        frame = frame.f_back
-
-
-_INSTALLER = f"{__package__}.installer"
-
-
-def _forwards(function: Any) -> Iterator[types.CodeType]:
-    """What runs as the forward of each kind of ``autograd.Function``, whose ``apply`` leaves no frame from 2.14 on."""
-    for kind in function.__subclasses__():
-        yield from _forwards(kind)
-        code = getattr(inspect.unwrap(kind.forward), "__code__", None)
-        if code is not None:
-            yield code
-
-
-def _leaves_last_dimension(index: Any, dimensions: int) -> bool:
-    """Whether an index takes rows as a whole, so that it means the same for what the head is applied to."""
-    items = index if isinstance(index, tuple) else (index,)
-    if not items or not all(map(_plain, items)):
-        return False
-    last = items[-1]
-    taken = sum(map(_dimensions_of, items))
-    closed = last is Ellipsis or not any(item is Ellipsis for item in items)
-    if closed and taken < dimensions:
-        return True
-    return isinstance(last, slice) and last == slice(None)
-
-
-def _plain(item: Any) -> bool:
-    return item is Ellipsis or (isinstance(item, (int, slice, torch.Tensor)) and not isinstance(item, bool))
-
-
-def _dimensions_of(item: Any) -> int:
-    """How many dimensions a part of an index stands for; a mask for several."""
-    if item is Ellipsis:
-        return 0
-    return item.dim() if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8) else 1

@@ -10,7 +10,7 @@ import torch
 import triton
 from torch.compiler import is_compiling
 
-from twinkle.gradients import gradients_with_graph
+from twinkle.gradients import gradients_by_formula, saved_tensors, wants_formula
 from twinkle.kernel.ops.fused_norms import add_kernels as kernels
 from twinkle.kernel.ops.fused_norms.add_reference import SumAndNorm, original
 from twinkle.kernel.ops.rms_norm.triton_launch import WIDEST, Kind, shape_of
@@ -122,13 +122,13 @@ class _AddNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dtotal: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        total, weight, rstd = ctx.saved_tensors
+        total, weight, rstd = saved_tensors(ctx, "add_rms_norm by triton")
         layout: _Layout = ctx.layout
         needs_dw = ctx.needs_input_grad[2]
-        if torch.is_grad_enabled():  # the gradient is to be differentiated again
+        if wants_formula():
             # Of the sum alone, which the total stands for: its gradient is that of either summand.
             formula: Any = functools.partial(_from_total, kind=layout.kind)
-            found = gradients_with_graph(formula, (total, weight), (True, needs_dw), dtotal, dy)
+            found = gradients_by_formula(formula, (total, weight), (True, needs_dw), dtotal, dy)
             dx, dw = found[0], found[1]
             assert dx is not None
         else:

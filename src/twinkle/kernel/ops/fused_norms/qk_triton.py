@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.compiler import is_compiling
 
-from twinkle.gradients import gradients_with_graph
+from twinkle.gradients import gradients_by_formula, saved_tensors, wants_formula
 from twinkle.kernel.ops.fused_norms import qk_launch
 from twinkle.kernel.ops.fused_norms.qk_launch import Kind
 from twinkle.kernel.ops.fused_norms.qk_reference import Rotated, original
@@ -108,13 +108,13 @@ class _NormRotary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, q_grad: torch.Tensor, k_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, q_weight, k_weight, cos, sin = ctx.saved_tensors
+        q, k, q_weight, k_weight, cos, sin = saved_tensors(ctx, "qk_norm_rotary by triton")
         layout: _Layout = ctx.layout
         needed = ctx.needs_input_grad[:4]
-        if torch.is_grad_enabled():  # the gradient is to be differentiated again
+        if wants_formula():
             formula: Any = functools.partial(original, cos=cos, sin=sin, **layout.kind._asdict())
             inputs = q, k, q_weight, k_weight
-            return (*gradients_with_graph(formula, inputs, needed, q_grad, k_grad), None, None, None)
+            return (*gradients_by_formula(formula, inputs, needed, q_grad, k_grad), None, None, None)
         needs_dw = needed[2] or needed[3]
         dq, dk = torch.empty_like(q), torch.empty_like(k)
         dqw, dkw = (torch.empty_like(q_weight), torch.empty_like(k_weight)) if needs_dw else (None, None)

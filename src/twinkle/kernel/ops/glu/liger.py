@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from twinkle.gradients import saved_tensors
 from twinkle.kernel.ops import liger_support
 from twinkle.kernel.ops.glu.reference import ACTIVATIONS, glu_layer
 from twinkle.kernel.ops.liger_support import WIDEST, call_reason, device_reason, launch, liger_function
@@ -59,7 +60,7 @@ def product_function(activation: str) -> type[torch.autograd.Function]:
         @staticmethod
         @once_differentiable
         def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            gate, up = ctx.saved_tensors
+            gate, up = saved_tensors(ctx, "the gated product by liger")
             # Liger writes both gradients over what it is given. These are the projections' own outputs: a hook or a
             # second backward may still read them, and autograd wouldn't notice. The copies cost one more read and
             # write of gate and up, and their memory while this runs.

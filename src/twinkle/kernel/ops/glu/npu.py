@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from twinkle.gradients import saved_tensors
 from twinkle.kernel.ops import npu_support
 from twinkle.kernel.ops.derived import layer
 from twinkle.kernel.ops.glu.reference import ACTIVATIONS, gate_up_of
@@ -43,7 +44,7 @@ class SwiGLU(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return npu_function("npu_swiglu_backward")(grad, *ctx.saved_tensors, dim=-1)  # type: ignore[no-any-return]
+        return npu_function("npu_swiglu_backward")(grad, *saved_tensors(ctx, "swiglu by npu"), dim=-1)  # type: ignore[no-any-return]
 
 
 class GeGLU(torch.autograd.Function):
@@ -59,7 +60,7 @@ class GeGLU(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return npu_function("npu_geglu_grad")(grad, *ctx.saved_tensors, dim=-1, **ctx.options), None
+        return npu_function("npu_geglu_grad")(grad, *saved_tensors(ctx, "geglu by npu"), dim=-1, **ctx.options), None
 
 
 def geglu_options(activation: str, device: torch.device) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import triton
 from torch import nn
 from torch.compiler import is_compiling
 
-from twinkle.gradients import gradients_with_graph
+from twinkle.gradients import gradients_by_formula, saved_tensors, wants_formula
 from twinkle.kernel.ops.computed_again import computed_again
 from twinkle.kernel.ops.derived import layer
 from twinkle.kernel.ops.glu import triton_kernels as kernels
@@ -104,10 +104,10 @@ class _Glu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        gate, up = ctx.saved_tensors
-        if torch.is_grad_enabled():  # the gradient is to be differentiated again
+        gate, up = saved_tensors(ctx, "the gated product by triton")
+        if wants_formula():
             formula = functools.partial(_by_formula, activation=ctx.activation)
-            return (*gradients_with_graph(formula, (gate, up), ctx.needs_input_grad[:2], grad), None)
+            return (*gradients_by_formula(formula, (gate, up), ctx.needs_input_grad[:2], grad), None)
         results = _empty_product(gate), _empty_product(up)
         _eager_backward(grad, gate, up, results, ctx.activation)
         return (*results, None)
@@ -127,10 +127,10 @@ class _FusedGlu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        (gate_up,) = ctx.saved_tensors
-        if torch.is_grad_enabled():  # the gradient is to be differentiated again
+        (gate_up,) = saved_tensors(ctx, "the gated product by triton")
+        if wants_formula():
             formula = functools.partial(_by_formula, activation=ctx.activation)
-            return (*gradients_with_graph(lambda t: formula(*t.chunk(2, dim=-1)), (gate_up,), (True,), grad), None)
+            return (*gradients_by_formula(lambda t: formula(*t.chunk(2, dim=-1)), (gate_up,), (True,), grad), None)
         result = _empty_product(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         _eager_backward(grad, gate, up, result.chunk(2, dim=-1), ctx.activation)

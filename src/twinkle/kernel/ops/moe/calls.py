@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from twinkle.gradients import gradients_with_graph
+from twinkle.gradients import gradients_by_formula, saved_tensors, wants_formula
 from twinkle.kernel.ops.moe.experts_reference import MoeExpertsVariant, Stacks, moe_experts
 from twinkle.kernel.ops.moe.routing import Route
 
@@ -46,12 +46,14 @@ def differentiable(results: Results, gradients: Gradients) -> Callable[..., torc
 
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-            x, weights, gate_up, down, gate_up_bias, down_bias, index, projected, *route = ctx.saved_tensors
+            x, weights, gate_up, down, gate_up_bias, down_bias, index, projected, *route = saved_tensors(
+                ctx, "moe_experts"
+            )
             stacks = gate_up, down, gate_up_bias, down_bias
             needed = ctx.needs_input_grad[:6]
-            if torch.is_grad_enabled():  # the gradient is to be differentiated again
+            if wants_formula():
                 formula = functools.partial(_by_formula, index=index, variant=ctx.variant)
-                return (*gradients_with_graph(formula, (x, weights, *stacks), needed, grad), None, None)
+                return (*gradients_by_formula(formula, (x, weights, *stacks), needed, grad), None, None)
             to = Route(*route)
             return (*gradients(x, index, weights, stacks, ctx.variant, projected, to, grad, needed), None, None)
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from twinkle.gradients import saved_tensors
 from twinkle.kernel.ops import npu_support
 from twinkle.kernel.ops.derived import layer
 from twinkle.kernel.ops.glu.npu import SwiGLU
@@ -70,7 +71,7 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor, None]:
-        x, index, places = ctx.saved_tensors
+        x, index, places = saved_tensors(ctx, "moe_experts by npu")
         return npu_function("npu_moe_token_permute_grad")(x, grad.contiguous(), index, places), None
 
 
@@ -85,7 +86,7 @@ class _Unpermute(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor]:
-        rows, places, weights = ctx.saved_tensors
+        rows, places, weights = saved_tensors(ctx, "moe_experts by npu")
         gradient = npu_function("npu_moe_token_unpermute_grad")
         drows, dweights = gradient(rows, grad.contiguous(), places, probs=weights)
         return drows, None, dweights
@@ -109,7 +110,7 @@ class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, stack, counts = ctx.saved_tensors
+        rows, stack, counts = saved_tensors(ctx, "moe_experts by npu")
         grad = grad.contiguous()
         drows = dstack = None
         if ctx.needs_input_grad[0]:

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import nn
 from torch.compiler import is_compiling
 
-from twinkle.gradients import gradients_with_graph
+from twinkle.gradients import gradients_by_formula, saved_tensors, wants_formula
 from twinkle.kernel.ops.derived import layer
 from twinkle.kernel.ops.moe.block_reference import nothing_to_fuse
 from twinkle.kernel.ops.triton_support import call_reason, device_reason
@@ -90,10 +90,10 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gate, shared = ctx.saved_tensors
-        if torch.is_grad_enabled():  # the gradient is to be differentiated again
+        gate, shared = saved_tensors(ctx, "moe_block by triton")
+        if wants_formula():
             wanted = ctx.needs_input_grad[1:]
-            return (grad, *gradients_with_graph(_gated, (gate, shared), wanted, grad))
+            return (grad, *gradients_by_formula(_gated, (gate, shared), wanted, grad))
         grad = grad.contiguous()
         dgate, dshared = torch.empty_like(gate), torch.empty_like(shared)
         _programs_for(grad, gate, shared)[1](grad, gate, shared, dgate, dshared)

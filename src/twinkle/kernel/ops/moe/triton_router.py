@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import nn
 from torch.compiler import is_compiling
 
-from twinkle.gradients import gradients_with_graph
+from twinkle.gradients import gradients_by_formula, saved_tensors, wants_formula
 from twinkle.kernel.ops.derived import layer
 from twinkle.kernel.ops.moe.router_reference import MoeRouterVariant, Routed, scores_of
 from twinkle.kernel.ops.triton_support import call_reason, device_reason
@@ -153,11 +153,11 @@ class _Choice(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, None, None]:
-        logits, index = ctx.saved_tensors
+        logits, index = saved_tensors(ctx, "moe_router by triton")
         variant: MoeRouterVariant = ctx.variant
-        if torch.is_grad_enabled():  # the gradient is to be differentiated again
+        if wants_formula():
             formula = functools.partial(scores_of, index=index, variant=variant)
-            return gradients_with_graph(formula, (logits,), (True,), grad.float())[0], None, None
+            return gradients_by_formula(formula, (logits,), (True,), grad.float())[0], None, None
         dlogits = torch.empty_like(logits)
         _programs_for(logits, index.shape[1], variant)[1](grad.contiguous(), logits, index, dlogits)
         return dlogits, None, None

@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from twinkle.environment import switch
+from twinkle.gradients import saved_tensors
 from twinkle.kernel.ops import npu_support
 from twinkle.kernel.ops.derived import layer
 from twinkle.kernel.ops.npu_support import call_reason, device_reason, npu_function
@@ -51,7 +52,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight, rstd = ctx.saved_tensors
+        x, weight, rstd = saved_tensors(ctx, "rms_norm by npu")
         # The one rounding of 1 + w is a factor on the gradient, and as small as the gradient's own rounding.
         gamma = (weight.float() + ctx.offset).to(weight.dtype) if ctx.offset else weight
         dx, dgamma = npu_function("npu_rms_norm_backward")(dy, x, gamma, rstd)

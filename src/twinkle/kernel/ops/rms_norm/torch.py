@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from twinkle.gradients import gradients_with_graph
+from twinkle.gradients import gradients_by_formula, saved_tensors, wants_formula
 from twinkle.kernel.ops.derived import layer
 from twinkle.kernel.ops.rms_norm.gated_reference import GatedRMSNormVariant, gated_rms_norm
 from twinkle.kernel.ops.rms_norm.reference import RMSNormVariant, rms_norm
@@ -104,8 +104,8 @@ class _FewPasses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight, gate, rstd = ctx.saved_tensors
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        x, weight, gate, rstd = saved_tensors(ctx, "rms_norm by torch")
+        if wants_formula():
             return *_differentiable_backward(ctx, x, weight, gate, dy), None, None
         return *_backward(ctx.needs_input_grad, x, weight, gate, rstd, dy, ctx.offset), None, None
 
@@ -148,7 +148,7 @@ def _differentiable_backward(ctx: Any, x: Any, weight: Any, gate: Any, dy: torch
             return rms_norm(x, weight, ctx.eps, offset=ctx.offset, cast="after", **options)
         return gated_rms_norm(x, gate, weight, ctx.eps, **options)
 
-    return gradients_with_graph(formula, (x, weight, gate), ctx.needs_input_grad[:3], dy)
+    return gradients_by_formula(formula, (x, weight, gate), ctx.needs_input_grad[:3], dy)
 
 
 def refuse_few_passes(x: torch.Tensor) -> str | None:
@@ -194,7 +194,7 @@ def load(target: Any, site: Site) -> type[nn.Module]:
         return formulation_for(hidden_states).norm(hidden_states, weight, None, getattr(self, eps_name), offset)
 
     def accepts_call(self: Any, hidden_states: torch.Tensor) -> str | None:
-        weight = getattr(self, weight_name) if weight_name else hidden_states
+        weight = getattr(self, weight_name) if weight_name else None
         unfit = _unfit(hidden_states, weight) or formulation_for(hidden_states).refuse(hidden_states)
         return unfit or slower(hidden_states)
 
@@ -221,10 +221,16 @@ def load_gated(target: Any, site: Site) -> type[nn.Module]:
     return layer("TorchGatedRMSNorm", forward, accepts_call)
 
 
-def _unfit(x: torch.Tensor, weight: torch.Tensor) -> str | None:
-    """F.rms_norm is one kernel for one dtype only, and some originals promote."""
+def _unfit(x: torch.Tensor, weight: torch.Tensor | None) -> str | None:
+    """F.rms_norm is one kernel for one dtype only, and some originals promote, as some spread narrower inputs."""
     if x.is_nested:
         return "a nested tensor"
+    if x.dim() == 0:
+        return "a tensor without dimensions"
+    if weight is None:
+        return None
+    if weight.shape != x.shape[-1:]:
+        return f"the weight's shape is {tuple(weight.shape)}, the input's {tuple(x.shape)}"
     if weight.dtype == x.dtype:
         return None
     return f"the weight is {dtype_name(weight.dtype)}, the input {dtype_name(x.dtype)}"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
-from twinkle.gradients import gradients_with_graph
+from twinkle.gradients import gradients_by_formula, saved_tensors, wants_formula
 from twinkle.kernel.ops.derived import layer
 from twinkle.kernel.ops.rms_norm import triton_launch
 from twinkle.kernel.ops.rms_norm.gated_reference import gated_rms_norm
@@ -76,10 +76,10 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        x, weight, gate, rstd = ctx.saved_tensors
-        if torch.is_grad_enabled():  # the gradient is to be differentiated again
+        x, weight, gate, rstd = saved_tensors(ctx, "rms_norm by triton")
+        if wants_formula():
             formula = functools.partial(_by_formula, kind=ctx.layout.kind)
-            return (*gradients_with_graph(formula, (x, weight, gate), ctx.needs_input_grad[:3], dy), None)
+            return (*gradients_by_formula(formula, (x, weight, gate), ctx.needs_input_grad[:3], dy), None)
         layout: _Layout = ctx.layout
         needs_dw = ctx.needs_input_grad[1]
         dx = layout.new_x(x)

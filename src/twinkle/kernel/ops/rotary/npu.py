@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from twinkle.gradients import saved_tensors
 from twinkle.kernel.ops import npu_support
 from twinkle.kernel.ops.npu_support import call_reason, device_reason, npu_function
 from twinkle.kernel.ops.rotary.multimodal_reference import MultimodalRotaryVariant, recombine
@@ -42,7 +43,7 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        cos, sin = ctx.saved_tensors
+        cos, sin = saved_tensors(ctx, "rotary by npu")
         if ctx.mode == "half":
             a, b = sin.chunk(2, dim=-1)
             back = torch.cat((-b, -a), dim=-1)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from twinkle.gradients import saved_tensors
 from twinkle.kernel.ops.rotary.reference import Dialect, function_of, turn_part
 from twinkle.kernel.ops.torch_support import not_faster, transformed
 from twinkle.kernel.ops.worthwhile import slower_for
@@ -56,7 +57,7 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        cos, signed_sin = ctx.saved_tensors
+        cos, signed_sin = saved_tensors(ctx, "rotary by torch")
         results = [
             turn_part(_turned, g, cos, signed_sin, ctx.dialect, True) if needed else None
             for g, needed in zip(gradients, ctx.needs_input_grad[3:], strict=True)

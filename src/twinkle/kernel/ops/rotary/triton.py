@@ -11,7 +11,7 @@ import torch
 import triton
 from torch.compiler import is_compiling
 
-from twinkle.gradients import gradients_with_graph
+from twinkle.gradients import gradients_by_formula, saved_tensors, wants_formula
 from twinkle.kernel.ops.rotary import triton_kernels as kernels
 from twinkle.kernel.ops.rotary.reference import DIALECTS, Dialect, RotaryVariant, function_of
 from twinkle.kernel.ops.rotary.reference import rotate as reference_rotate
@@ -135,9 +135,9 @@ class _Rotary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        cos, sin = ctx.saved_tensors
+        cos, sin = saved_tensors(ctx, "rotary by triton")
         results: Any
-        if torch.is_grad_enabled():  # the gradient is to be differentiated again
+        if wants_formula():
             results = [_turned_back(grad, cos, sin, ctx.dialect, ctx.heads_at, ctx.dtype) for grad in grads]
         else:
             results = [torch.empty_strided(*at, dtype=ctx.dtype, device=cos.device) for at in ctx.layouts]
@@ -158,7 +158,7 @@ def _turned_back(
     cos, sin = cos.unsqueeze(at), sin.unsqueeze(at)
     origin = torch.zeros(grad.shape, dtype=dtype, device=grad.device, requires_grad=True)
     turn = functools.partial(reference_rotate, cos=cos, sin=sin, dialect=DIALECTS[dialect])
-    return gradients_with_graph(turn, (origin,), (True,), grad)[0]
+    return gradients_by_formula(turn, (origin,), (True,), grad)[0]
 
 
 def _traced_results(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from twinkle.gradients import saved_tensors
 from twinkle.kernel.ops import npu_support
 from twinkle.kernel.ops.npu_support import call_reason as tensors_reason
 from twinkle.kernel.ops.npu_support import device_reason, npu_function
@@ -81,7 +82,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        query, key, value, bias, masked, *softmax = ctx.saved_tensors
+        query, key, value, bias, masked, *softmax = saved_tensors(ctx, "sdpa_attention by npu")
         gradients = npu_function("npu_fusion_attention_grad")(
             query,
             key,
