@@ -134,14 +134,14 @@ def test_a_leaf_is_not_written_before_the_exception(chip: Profile, view: bool) -
 
 def test_an_inference_tensor_is_left_to_native_outside(chip: Profile) -> None:
     with torch.inference_mode():
-        made, source = torch.zeros(3, device=DEVICE), torch.ones(3, device=DEVICE)
+        made = torch.zeros(3, device=DEVICE)
     with catalog.operator("copy_").register_a1(platform=chip.platform) as registration:
         with pytest.raises(RuntimeError, match="^Inplace update to inference tensor outside InferenceMode"):
-            made.copy_(source)
+            made.copy_(torch.ones(3, device=DEVICE))
         if registration.keys != (chip.found.dispatch_key,):
-            assert registration.counts.fallbacks == {"inference-tensor": 1}
+            assert registration.counts.fallbacks["inference-tensor"] == 1
         with torch.inference_mode():
-            assert made.copy_(source * 2).all() and registration.counts.kernel >= 1
+            assert made.copy_(torch.ones(3, device=DEVICE)).all() and registration.counts.kernel >= 1
 
 
 ATTENTION_ONCE = ("scaled_dot_product_attention", RuntimeError)
