@@ -92,7 +92,7 @@ class Serving:
             code = self._known.get(key)
         except (
             TypeError
-        ):  # sizes are symbols, of a program that is being made: a kernel's questions would become guards
+        ):  # sizes are symbols of a program in the making, whose guards a kernel's questions would become
             return "symbolic"
         if code is None:
             code = self._lasting_refusal(self.arguments.bind(args, kwargs)) or ""
