@@ -90,9 +90,8 @@ class Serving:
         key = layout(args, kwargs)
         try:
             code = self._known.get(key)
-        except (
-            TypeError
-        ):  # sizes are symbols of a program in the making, whose guards a kernel's questions would become
+        except TypeError:
+            # Sizes are symbols of a program in the making, whose guards a kernel's questions would become.
             return "symbolic"
         if code is None:
             code = self._lasting_refusal(self.arguments.bind(args, kwargs)) or ""
