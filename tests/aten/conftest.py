@@ -20,7 +20,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import ops
 from tests import simulated_device
 from twinkle.aten import Profile, catalog, profile, scaffold
 from twinkle.aten.availability import triton_missing
@@ -85,19 +84,18 @@ def clone() -> OperatorSpec:
 @pytest.fixture
 def newly_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], OperatorSpec]]:
     """Makes an operator's package as ``ops new`` does, from a schema, and gives its spec."""
-    monkeypatch.setattr(ops, "__path__", [*ops.__path__, str(tmp_path)])
+    package = "newly_made_ops"
+    monkeypatch.syspath_prepend(str(tmp_path))
 
     def make(schema: str) -> OperatorSpec:
         name = schema.partition("(")[0].partition(".")[0]
-        scaffold.make(scaffold.overload_of(name, schema), tmp_path)
-        made.append(f"ops.{name}")
-        return importlib.import_module(f"ops.{name}.register").SPEC
+        scaffold.make(scaffold.overload_of(name, schema), tmp_path / package)
+        importlib.invalidate_caches()
+        return importlib.import_module(f"{package}.{name}.register").SPEC
 
-    made: list[str] = []
     yield make
-    for module in list(sys.modules):
-        if module.startswith(tuple(made)):
-            del sys.modules[module]
+    for module in [module for module in sys.modules if module.partition(".")[0] == package]:
+        del sys.modules[module]
 
 
 @pytest.fixture
