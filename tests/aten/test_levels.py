@@ -63,10 +63,10 @@ def test_a_model(random: bool, chip: Profile, environment: dict[str, str], monke
 @pytest.mark.parametrize(
     ("model", "problem"),
     [
-        ({"preset": "qwen33"}, "the process of the model .* failed: .*qwen33.*; model= is at silu/register.py:20"),
+        ({"preset": "qwen33"}, "the process of the model .* failed: .*qwen33.*; model= is at silu/register.py:30"),
         pytest.param(
             {"hidden_act": "relu"},
-            "the model never reached the kernel of silu; model= is at silu/register.py:20",
+            "the model never reached the kernel of silu; model= is at silu/register.py:30",
             marks=pytest.mark.slow,
         ),
     ],

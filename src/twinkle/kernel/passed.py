@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.compiler import assume_constant_result, is_compiling
+from torch.compiler import is_compiling
 
 from twinkle.kernel.ops.hooks import hooks_for_all, hooks_on
 from twinkle.kernel.probe import OF_TORCH_AND_HOOKS
@@ -91,7 +91,6 @@ def _why_call_children(module: Any, children: tuple[tuple[str, Passed | None], .
     return None
 
 
-@assume_constant_result
 def _runs(cls: Any, original: Callable[..., Any], op: str | None) -> bool:
     """Whether instances of a class, when called, run that forward, or what an op's kernel has put in its place."""
     if cls.__call__ is not nn.Module.__call__:
@@ -104,6 +103,10 @@ def _runs(cls: Any, original: Callable[..., Any], op: str | None) -> bool:
     if method is None or method.function is not forward:
         return False
     return method.original is original and method.row.op == op
+
+
+# What torch.compiler.assume_constant_result does, which would import the compiler, and Triton with it.
+_runs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def passed(module: nn.Module) -> Passed:
