@@ -43,6 +43,25 @@ def test_the_generators_state_can_be_kept() -> None:
     assert torch.equal(torch.nn.functional.dropout(x), first)
 
 
+def test_a_graph_that_was_freed_gives_no_second_gradient() -> None:
+    """As natively: or an unnoticed second backward() would add to the gradient."""
+    x = torch.ones(8, device=DEVICE, requires_grad=True)
+    loss = drop(x, 1).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_hooks_see_what_is_kept_for_the_gradient() -> None:
+    """By them activations are offloaded, or computed again."""
+    x, kept = torch.ones(8, device=DEVICE, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t.clone(), lambda t: t):
+        result = drop(x, 1)
+    result.sum().backward()
+    assert len(kept) == 1 and torch.equal(x.grad, result.detach())
+
+
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_neighbours_are_independent(p: float) -> None:
     """Of pairs at any small distance, p² are dropped both: within five standard deviations."""

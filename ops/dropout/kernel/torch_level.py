@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from twinkle.aten.spec import Pullback
+from twinkle.aten.spec import WithPullback
 
 
 def dropout_torch(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
@@ -12,7 +12,7 @@ def dropout_torch(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     return dropout_torch_with_pullback(input, p, train)[0]
 
 
-def dropout_torch_with_pullback(input: torch.Tensor, p: float, train: bool) -> tuple[torch.Tensor, Pullback]:
-    """The result, and the gradient of ``input`` from that of the result."""
+def dropout_torch_with_pullback(input: torch.Tensor, p: float, train: bool) -> WithPullback:
+    """The result, the gradient of ``input`` from that of the result, and the factors that it takes."""
     scale = torch.empty_like(input).bernoulli_(1 - p).div_(1 - p)
-    return input * scale, lambda grad: (grad * scale,)
+    return input * scale, lambda grad, scale: (grad * scale,), scale

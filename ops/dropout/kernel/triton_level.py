@@ -11,7 +11,7 @@ import torch
 
 from twinkle.aten.gradients import is_plain
 from twinkle.aten.launch import most_programs, program
-from twinkle.aten.spec import Pullback
+from twinkle.aten.spec import WithPullback
 from twinkle.aten.strided import triton_copy
 
 from .programs import drop
@@ -24,10 +24,10 @@ def dropout_triton(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     return _drop(input, p, _draw_seed(input.device))
 
 
-def dropout_triton_with_pullback(input: torch.Tensor, p: float, train: bool) -> tuple[torch.Tensor, Pullback]:
-    """The result, and the gradient of ``input`` from that of the result."""
+def dropout_triton_with_pullback(input: torch.Tensor, p: float, train: bool) -> WithPullback:
+    """The result, the gradient of ``input`` from that of the result, and the seed that it takes."""
     seed, strides = _draw_seed(input.device), input.stride()
-    return _drop(input, p, seed), lambda grad: (_drop_again(grad, p, seed, strides),)
+    return _drop(input, p, seed), lambda grad, seed: (_drop_again(grad, p, seed, strides),), seed
 
 
 def _drop_again(grad: torch.Tensor, p: float, seed: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 from twinkle.aten.arguments import Arguments, layout
 from twinkle.aten.availability import level_missing
 from twinkle.aten.routes import Routes
-from twinkle.aten.spec import Kernel, OperatorSpec, Pullback, Semantics
+from twinkle.aten.spec import Kernel, OperatorSpec, Semantics, WithPullback
 from twinkle.memory import Memory
 from twinkle.platforms import Platform
 
@@ -143,7 +143,7 @@ class Serving:
         chosen = values if self._places is None else [values[place] for place in self._places]
         return any(isinstance(value, torch.Tensor) and value.requires_grad for value in chosen)
 
-    def _with_pullback(self, spec: OperatorSpec, kernel: Kernel) -> Callable[[list[Any]], tuple[Any, Pullback]] | None:
+    def _with_pullback(self, spec: OperatorSpec, kernel: Kernel) -> Callable[[list[Any]], WithPullback] | None:
         if kernel.with_pullback is not None:
             return functools.partial(self.arguments.call, spec.home.load(kernel.with_pullback))
         return None if spec.gradient is None else functools.partial(spec.gradient, self.run)
@@ -171,7 +171,9 @@ class _Differentiable(torch.autograd.Function):
     def forward(ctx: Any, serving: Serving, *values: Any) -> Any:
         with unseen(), torch._C._AutoDispatchBelowADInplaceOrView():
             if serving._differentiable is not None:
-                result, ctx.pullback = without_autocast(serving._differentiable, list(values))
+                result, ctx.pullback, *kept = without_autocast(serving._differentiable, list(values))
+                ctx.others = [None] * len(kept)
+                ctx.save_for_backward(*kept)
             else:
                 result, ctx.pullback = serving.run(list(values)), serving._pullback
                 needed = list(values)

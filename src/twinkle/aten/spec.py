@@ -77,9 +77,9 @@ class Kernel:
     Args:
         path: ``"kernel.triton_level:clone_triton"``, in the operator's folder; imported when it is chosen.
         conditions: what must hold for this kernel, beyond what must hold for all.
-        with_pullback: path of a function with the operator's signature that returns the result and its
-            :data:`Pullback`; for a kernel whose gradient needs more than the operator's arguments, as randomness does.
-            Otherwise the operator's ``gradient`` serves.
+        with_pullback: path of a function with the operator's signature that returns a :data:`WithPullback`; for a
+            kernel whose gradient needs more than the operator's arguments, as randomness does. Otherwise the operator's
+            ``gradient`` serves.
     """
 
     path: str
@@ -87,7 +87,11 @@ class Kernel:
     with_pullback: str | None = None
 
 
-Pullback = Callable[["torch.Tensor"], "tuple[torch.Tensor | None, ...]"]
+Pullback = Callable[..., "tuple[torch.Tensor | None, ...]"]
+"""What makes the gradients of the leading arguments from the result's, and from the tensors that were kept for it."""
+WithPullback = tuple["torch.Tensor", Pullback, *tuple["torch.Tensor", ...]]
+"""The result, its pullback, and the tensors that it is called with after the result's gradient: autograd keeps them,
+frees them after use, and shows them to hooks on what is saved. A closure would hold them behind its back."""
 Gradient = Callable[[Callable[..., "torch.Tensor"], "list[Any]"], "tuple[torch.Tensor, Pullback]"]
 """``gradient(kernel, arguments)`` -> the result, and what makes the gradients of the leading arguments from its own.
 
