@@ -176,7 +176,16 @@ def test_a_transform(name: str, chip: Profile, transform: str) -> None:
         return
     unmapped = name in ("dropout", "item", "_local_scalar_dense") and transform.startswith("vmap")
     assert isinstance(native, torch.Tensor) is not unmapped
-    assert set(served) <= {"kernel", "functorch", "forward-mode-ad", "device", "number", "lazy-bits", "subclass"}
+    assert set(served) <= {
+        "kernel",
+        "functorch",
+        "forward-mode-ad",
+        "device",
+        "number",
+        "lazy-bits",
+        "subclass",
+        "functional",
+    }
 
 
 @pytest.mark.parametrize("synced", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -69,7 +70,19 @@ def tensor(
         Condition("empty", f"{name} has elements", some, lambda d: call(on(d, 3, 0))),
     )
     chosen = tuple(condition for condition in conditions if condition.code not in without)
+    if "lazy-bits" in without:
+        text = f"{name} stands for no other tensor, whose memory it hasn't"
+        own = functools.partial(_wraps_nothing, index)
+        chosen += (Condition("functional", text, own, _never_by_itself, each_time=True),)
     return tuple(replace(c, holds=_or_left_out(index, c.holds)) for c in chosen) if optional else chosen
+
+
+def _wraps_nothing(index: int, *values: Any) -> bool:
+    return not _is_functional(values[index])
+
+
+def _never_by_itself(device: torch.device) -> Any:
+    raise NotImplementedError("such a tensor lives inside of functionalization alone")
 
 
 def _or_left_out(index: int, holds: Callable[..., bool]) -> Callable[..., bool]:
