@@ -95,9 +95,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[
     def run(name: str) -> Run:
         model, operators, options = wanted[name]
         reports = folder / name
-        wishes = {"TWINKLE_A1_PLATFORM": "cpu", "TWINKLE_A1_REPORT_DIR": str(reports), "TWINKLE_A1_ON_ERROR": "stop"}
+        wishes = {}
         if operators is not None:
-            wishes["TWINKLE_A1_OPS"] = operators
+            wishes = {"TWINKLE_A1_OPS": operators, "TWINKLE_A1_PLATFORM": "cpu", "TWINKLE_A1_ON_ERROR": "stop"}
+            wishes["TWINKLE_A1_REPORT_DIR"] = str(reports)
         return Run(vllm_engine.generate(model, wishes=wishes, **options), merged(reports))
 
     with ThreadPoolExecutor(3) as pool:
@@ -130,7 +131,7 @@ def test_every_process_has_a_record(runs: dict[str, Future[Run]]) -> None:
         assert process["operators"]["copy_"]["keys"] == ("CPU",) and process["versions"]["vllm"]
 
 
-def test_without_the_variable_there_is_no_trace_of_us(runs: dict[str, Future[Run]]) -> None:
+def test_without_the_variables_there_is_no_trace_of_us(runs: dict[str, Future[Run]]) -> None:
     native, injected = runs["native-llama"].result(), runs["injected-llama"].result()
     assert native.modules == [["twinkle", "twinkle.engines", "twinkle.engines.vllm"]], "what the entry point is in"
     assert native.facts["processes"] == [] and "twinkle.engines" not in native.log
