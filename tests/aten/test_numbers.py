@@ -59,7 +59,9 @@ def test_results_have_the_dtypes_and_bits_they_have_natively(
         ours = results(operator, shape)
     calls = list(itertools.product(DTYPES, VALUES))
     assert [call for call, a, b in zip(calls, ours, native, strict=True) if not same(a, b)] == []
-    assert sum(isinstance(one, torch.Tensor) for one in native) >= 80
+    # PyTorch has no difference of booleans; nor, from 2.14 on, of bcomplex32, bfloat16 with a complex number.
+    lacking = 2 if spec.name == "sub" and hasattr(torch, "bcomplex32") else 0
+    assert sum(isinstance(one, torch.Tensor) for one in native) >= 80 - lacking
     assert set(registration.counts.fallbacks) == {"number"} and registration.counts.kernel == 0
 
 

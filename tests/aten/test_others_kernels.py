@@ -13,6 +13,7 @@ import torch
 from tests.aten.conftest import DEVICE, INTERPRETED
 from twinkle.aten import Profile, catalog, install
 from twinkle.aten import registration as registration_module
+from twinkle.aten.errors import RegistrationError
 from twinkle.aten.keys import effective_keys
 from twinkle.aten.spec import OperatorSpec
 
@@ -20,6 +21,10 @@ pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="says nothing about kernels"),
     pytest.mark.filterwarnings("ignore:Warning only once for all operators"),
 ]
+
+ON_PYTHON_CODE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+"""Whether PyTorch lets a kernel be put upon somebody's Python code; before, that is an error."""
+upon_theirs = pytest.mark.skipif(not ON_PYTHON_CODE, reason="this PyTorch refuses it, which the first test is about")
 
 
 class Other:
@@ -54,6 +59,21 @@ def works(x: torch.Tensor | None = None) -> bool:
     """Whether calls that the kernel takes, and such that it leaves to native, give what they should."""
     given = torch.randn(3, 4, device=DEVICE) if x is None else x
     return torch.equal(given.clone(), given) and given[:0].clone().shape == (0, 4)
+
+
+def test_upon_theirs_it_stands_or_is_refused(clone: OperatorSpec, chip: Profile, key: str) -> None:
+    other = Other(clone, key)
+    if ON_PYTHON_CODE:
+        with clone.register_a1(platform=chip.platform) as registration:
+            assert works() and registration.counts.fallbacks == {"empty": 1}
+        assert other.calls == 1
+    else:
+        with pytest.raises(RegistrationError, match="clone: This is not allowed") as error:
+            clone.register_a1(platform=chip.platform)
+        assert error.value.code == "already-registered"
+    calls = other.calls
+    assert works() and other.calls == calls + 2
+    other.close()
 
 
 def test_what_lies_on_top_keeps_working(
@@ -98,6 +118,7 @@ def test_it_is_taken_out_when_it_is_on_top_again(how: str, clone: OperatorSpec, 
     another.close()
 
 
+@upon_theirs
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)])
 def test_ours_on_theirs_on_ours(order: tuple[int, ...], clone: OperatorSpec, chip: Profile, key: str) -> None:
     """Two of ours, closed or not, are told apart though they were made at one place."""
@@ -114,6 +135,7 @@ def test_ours_on_theirs_on_ours(order: tuple[int, ...], clone: OperatorSpec, chi
     first.close()
 
 
+@upon_theirs
 def test_what_lies_below_may_be_taken_out_first(
     clone: OperatorSpec, chip: Profile, key: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -131,6 +153,7 @@ def test_what_lies_below_may_be_taken_out_first(
     assert works()
 
 
+@upon_theirs
 def test_between_two_that_go_the_wrong_way_round(clone: OperatorSpec, chip: Profile, key: str) -> None:
     """What stands on top calls ours, so ours can't be put elsewhere: the error says whom to ask."""
     below = Other(clone, key)
@@ -145,6 +168,7 @@ def test_between_two_that_go_the_wrong_way_round(clone: OperatorSpec, chip: Prof
     registration.close()
 
 
+@upon_theirs
 def test_an_error_of_the_same_kind_from_elsewhere_is_passed_on(clone: OperatorSpec, chip: Profile, key: str) -> None:
     """Somebody else's kernel that lost what it stood on: nothing of ours would help."""
     lowest = torch.library.Library("aten", "IMPL")

@@ -19,6 +19,7 @@ from twinkle.kernel.reclass import Method, own_forward
 from twinkle.kernel.targets import Site, Target, resolve_target
 from twinkle.kernel.undo import active_transaction, installing, transaction
 from twinkle.kernel.wrappers import beneath
+from twinkle.naming import top_package
 from twinkle.reasons import Counts, Reason
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def _own_forward_reason(bound: Any, cls: type) -> Reason:
 
 
 def _patched_by_others(value: Any, what: str) -> Reason | None:
-    home = (getattr(value, "__module__", None) or "").partition(".")[0]
+    home = top_package(getattr(value, "__module__", None))
     by = {"liger_kernel": "Liger", "unsloth": "Unsloth"}.get(home)
     return _already_patched(what, by) if by else None
 

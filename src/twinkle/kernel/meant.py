@@ -9,6 +9,7 @@ from twinkle.kernel import registry
 from twinkle.kernel.config import DEFAULT_KERNEL_CONFIG, OPT_IN_KERNEL_CONFIG
 from twinkle.kernel.registry import KernelChoice
 from twinkle.kernel.targets import ModelIndex, describe
+from twinkle.naming import top_package
 
 
 def meant_by(key: Any, index: ModelIndex) -> str | None:
@@ -18,16 +19,16 @@ def meant_by(key: Any, index: ModelIndex) -> str | None:
     for cls, found in index.by_class.items():
         if any(name and key in (name, f"{name}.forward") for name, _ in found):
             what = f"{key!r} is a place in this model, and a key names code"
-            if cls.__module__.partition(".")[0] == "torch":
+            if top_package(cls.__module__) == "torch":
                 return f"{what}: write the dotted path of the model's own class that uses this {cls.__qualname__}"
             return f"{what}: write {_path_of(cls)!r} for all of its {len(found)} {cls.__qualname__}"
     first, _, rest = key.partition(".")
     for cls in index.by_class:
-        if cls.__qualname__ == first and cls.__module__.partition(".")[0] != "torch":
+        if cls.__qualname__ == first and top_package(cls.__module__) != "torch":
             path = f"{_path_of(cls)}.{rest}" if rest else _path_of(cls)
             return f"{key!r} is a name in this model's code: write its dotted path {path!r}"
     for module in sorted(index.python_modules):
-        if callable(vars(sys.modules.get(module, sys)).get(key)) and module.partition(".")[0] != "torch":
+        if callable(vars(sys.modules.get(module, sys)).get(key)) and top_package(module) != "torch":
             return f"{key!r} is a name in this model's code: write its dotted path {f'{module}.{key}'!r}"
     return None
 

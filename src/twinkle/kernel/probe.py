@@ -88,6 +88,7 @@ def call_plainly(twin: nn.Module) -> None:
     """Lets the children of a module of ours be called without the hooks that somebody has set for all modules."""
     for child in twin.modules():
         if child is not twin:
+            # What nn.Module calls instead, without a look at hooks: the place of a compiled call.
             child.__dict__["_compiled_call_impl"] = child.forward
 
 

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
+from twinkle.naming import top_package
+
 _QUESTIONS = {"isinstance", "is_tensor"}
 _KNOWN = ("torch", "transformers", "twinkle")
 """Packages whose functions don't ask, or ask it of what isn't logits."""
@@ -35,7 +37,7 @@ def _asks_what_they_are(loss: Any) -> bool:
     waiting, seen = [loss], set()
     while waiting:
         function = _function(waiting.pop())
-        if function is None or function in seen or function.__module__.partition(".")[0] in _KNOWN:
+        if function is None or function in seen or top_package(function.__module__) in _KNOWN:
             continue
         seen.add(function)
         for code in _codes(function.__code__):
