@@ -21,6 +21,7 @@ from tests.aten.conftest import DEVICE, INTERPRETED, ROOT
 from twinkle.aten import Home, RegistrationError, catalog, scaffold
 from twinkle.aten.arguments import Arguments
 from twinkle.aten.harness.cases import benchmark_cases, cases
+from twinkle.aten.harness.time_limit import alarm
 from twinkle.aten.scaffold import calls
 from twinkle.aten.shipped import FOLDERS, shipped
 from twinkle.aten.spec import OperatorSpec
@@ -113,7 +114,7 @@ def test_a_derivative_made_of_the_operator_itself_ends(
         return [first.detach(), torch.autograd.grad((first**2).sum(), x)[0]]
 
     native = work(spec.overload)
-    with spec.register_a1(platform="cpu") as registration:
+    with spec.register_a1(platform="cpu") as registration, alarm(60):
         ours = work(spec.aten if directly else spec.overload)
         assert registration.counts.fallbacks["delegated"] >= 1 and registration.counts.kernel == 0
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, native, strict=True)) and native[1].any()

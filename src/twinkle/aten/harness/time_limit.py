@@ -41,7 +41,7 @@ def limited(
         seconds: how long it may take.
     """
     try:
-        with _alarm(seconds):
+        with alarm(seconds):
             return run(spec, profile)
     except OutOfTime as late:
         outcome = started(spec, level, profile)
@@ -50,7 +50,7 @@ def limited(
 
 
 @contextlib.contextmanager
-def _alarm(seconds: float) -> Iterator[None]:
+def alarm(seconds: float) -> Iterator[None]:
     """Raises OutOfTime in what runs within it. Python lets only the main thread be interrupted."""
     can_be_interrupted = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
     # A program's standard error may be anything; what has no file gets no traceback.
