@@ -15,6 +15,7 @@ import torch
 from twinkle.aten.arguments import Arguments
 from twinkle.aten.harness.cases import cases
 from twinkle.aten.spec import OperatorSpec, Semantics
+from twinkle.naming import dtype_name
 
 NUMBERS = (True, 3, 0.1, 0.5j)
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
@@ -52,5 +53,5 @@ def number_calls(spec: OperatorSpec, device: torch.device) -> Iterator[tuple[str
                 call(spec.native, arguments())
             except Exception:  # this operator takes no number there, or not beside such a tensor
                 continue
-            beside = f"{str(dtype).removeprefix('torch.')}{'' if shaped else ' without dimensions'}"
+            beside = f"{dtype_name(dtype)}{'' if shaped else ' without dimensions'}"
             yield f"{case.name}, {names[place]} the number {number} beside {beside}", arguments()
