@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.program import progress, sized, timed_rounds
+from benchmarks.program import TIME_AND_MEMORY, progress, sized, time_and_memory, timed_rounds
 from benchmarks.verdict import SLOWER
 from twinkle.bench.ops import wrong
-from twinkle.bench.results import ORIGINAL, Result, Run, medians, spread
+from twinkle.bench.results import ORIGINAL, Result, Run, medians
 from twinkle.kernel.ops.sdpa_attention import flex
 from twinkle.kernel.ops.sdpa_attention import torch as backend
 from twinkle.layout import plain, table, width_of_terminal
@@ -73,6 +73,12 @@ def _packed(sizes: Sizes, device: torch.device) -> torch.Tensor:
     return (at[:, None] >= at) & (document[:, None] == document)
 
 
+def _prefix(sizes: Sizes, device: torch.device) -> torch.Tensor:
+    """Causal behind a prefix, half of the row, that sees itself whole: a picture before its text."""
+    at = torch.arange(sizes.length, device=device)
+    return (at[:, None] >= at) | (torch.maximum(at[:, None], at) < sizes.length // 2)
+
+
 def _everything(sizes: Sizes, device: torch.device) -> torch.Tensor:
     """A mask that keeps all, of which nothing can be skipped."""
     return torch.ones(sizes.length, sizes.length, dtype=torch.bool, device=device)
@@ -82,6 +88,7 @@ MASKS: dict[str, Callable[[Sizes, torch.device], torch.Tensor]] = {
     "padded": _padded,
     "sliding window": _window,
     "packed documents": _packed,
+    "prefix": _prefix,
     "nothing masked": _everything,
 }
 
@@ -146,6 +153,9 @@ def measure(device: torch.device, dtype: torch.dtype, sizes: Sequence[Sizes], ro
             note = wrong(timed["f"](), expected["f"]) or wrong(timed["fb"](), expected["fb"])
         for name, step in timed.items():
             fields = timed_rounds(step, device, rounds) if note is None else {"note": note}
+            if who == FLEX and note is None:
+                blocks = flex.blocks_of(MASKS[kind](size, device)[None, None])
+                fields["figures"]["skipped"] = round(blocks.skipped, 3)
             shape, number_type = f"{size}, {kind}", dtype_name(dtype)
             run.results.append(Result(f"attention/{kind}/{name}", who, shape, number_type, **fields))
     return run
@@ -160,11 +170,12 @@ def _why_not(who: str, size: Sizes, device: torch.device) -> str | None:
 def faster_from(results: Iterable[Result]) -> int | None:
     """From how many queries flex attention is faster than PyTorch's other function and transformers', in every case.
 
-    None where it isn't even with the most queries that were measured.
+    Those of masks of which too little can be skipped are no cases. None where it isn't even with the most queries that
+    were measured.
     """
     by_length: dict[int, list[float]] = {}
     for (_, shape, _), rows in medians(results).items():
-        if FLEX in rows:
+        if FLEX in rows and rows[FLEX].figures["skipped"] >= flex.SKIPPED:
             times = {who: row.ms["p50"] for who, row in rows.items() if row.ms}
             ratio = times[FLEX] / min(times.get(who, math.inf) for who in (ORIGINAL, FUSED))
             by_length.setdefault(int(shape.partition("x")[0]), []).append(ratio)
@@ -181,10 +192,8 @@ def report(run: Run) -> str:
     lines: list[tuple[str, ...]] = []
     for row in run.results:
         if row.ms:
-            peak = row.figures.get("peak_memory_gb")
-            gigabytes = "-" if peak is None else f"{peak:g}"
-            lines.append((row.shape, row.case.rpartition("/")[2], row.who, spread(row.ms), gigabytes))
-    header = ("sizes", "pass", "who", "ms (p20 .. p80)", "peak GB")
+            lines.append((row.shape, row.case.rpartition("/")[2], row.who, *time_and_memory(row)))
+    header = ("sizes", "pass", "who", *TIME_AND_MEMORY)
     notes = dict.fromkeys(f"{row.who}, {row.shape}: {row.note}" for row in run.results if row.note)
     least = faster_from(run.results)
     verdict = "nothing" if least is None else f"{least}"

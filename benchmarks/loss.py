@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.program import progress, sized, timed_rounds
-from twinkle.bench.results import ORIGINAL, Result, Run, spread
+from benchmarks.program import TIME_AND_MEMORY, progress, sized, time_and_memory, timed_rounds
+from twinkle.bench.results import ORIGINAL, Result, Run
 from twinkle.layout import plain, table, width_of_terminal
 from twinkle.loss import linear_cross_entropy
 from twinkle.naming import dtype_name
@@ -139,9 +139,8 @@ def report(run: Run) -> str:
     lines: list[tuple[str, ...]] = []
     for row in run.results:
         if row.ms:
-            peak, error = (row.figures.get(name) for name in ("peak_memory_gb", "dw_error"))
-            lines.append((row.who, spread(row.ms), "-" if peak is None else f"{peak:g}", f"{error:.2g}"))
-    shown = plain(table(("who", "ms (p20 .. p80)", "peak GB", "error of dW"), lines, width_of_terminal()))
+            lines.append((row.who, *time_and_memory(row), f"{row.figures['dw_error']:.2g}"))
+    shown = plain(table(("who", *TIME_AND_MEMORY, "error of dW"), lines, width_of_terminal()))
     return "\n".join([shown, *(f"{row.who}: {row.note}" for row in run.results if row.note)])
 
 

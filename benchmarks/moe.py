@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.program import progress, sized, timed_rounds
+from benchmarks.program import TIME_AND_MEMORY, progress, sized, time_and_memory, timed_rounds
 from twinkle.bench.ops import wrong
-from twinkle.bench.results import ORIGINAL, Result, Run, spread
+from twinkle.bench.results import ORIGINAL, Result, Run
 from twinkle.kernel import KernelChoice, kernelize
 from twinkle.kernel.ops.worthwhile import every_size
 from twinkle.kernel.report import report as report_on
@@ -133,10 +133,8 @@ def report(run: Run) -> str:
     lines: list[tuple[str, ...]] = []
     for row in run.results:
         if row.ms:
-            peak = row.figures.get("peak_memory_gb")
-            gigabytes = "-" if peak is None else f"{peak:g}"
-            lines.append((row.shape, row.dtype, row.case.rpartition("/")[2], row.who, spread(row.ms), gigabytes))
-    header = ("sizes", "dtype", "pass", "who", "ms (p20 .. p80)", "peak GB")
+            lines.append((row.shape, row.dtype, row.case.rpartition("/")[2], row.who, *time_and_memory(row)))
+    header = ("sizes", "dtype", "pass", "who", *TIME_AND_MEMORY)
     notes = dict.fromkeys(f"{row.who}: {row.note}" for row in run.results if row.note)
     return "\n".join([plain(table(header, lines, width_of_terminal())), *notes])
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from twinkle.bench.clocks import clock_for, synchronize, use
-from twinkle.bench.results import Run, measured
+from twinkle.bench.clocks import Clock, clock_for, host_clock_for, synchronize, use
+from twinkle.bench.results import Result, Run, measured, significant, spread
 from twinkle.commands.console import CommandError, kept
 from twinkle.commands.options import check_writable
 from twinkle.platforms import Platform, platform_of
@@ -106,7 +106,11 @@ def progress(done: int, total: int, label: str) -> None:
 
 
 def timed_rounds(step: Callable[[], Any], device: torch.device, rounds: int) -> dict[str, Any]:
-    """A row's fields: times of so many steps, after some that warm up, and, except on a CPU, the memory one needs."""
+    """A row's fields: times of so many steps, after some that warm up, and, except on a CPU, the memory one needs.
+
+    The host doesn't wait between them, as it doesn't between the layers of a model: what it is late by beyond the
+    flush of the cache is in the time. What a step takes it until everything is submitted stands beside.
+    """
     for _ in range(3):
         step()
     figures = {}
@@ -117,13 +121,27 @@ def timed_rounds(step: Callable[[], Any], device: torch.device, rounds: int) -> 
         step()
         synchronize(device)
         figures["peak_memory_gb"] = round(module.max_memory_allocated() / 1e9, 3)
-    clock = clock_for(device)  # after that: it holds memory of its own
-    ms = []
-    for _ in range(rounds):
-        read = clock.start(step, 1)
-        clock.wait()
-        ms.append(read())
-    return {**measured(ms), "figures": figures}
+    # The clocks after that: one holds memory of its own.
+    host_clock = host_clock_for(device)
+    ms = _in_a_row(step, clock_for(device), rounds)
+    return {**measured(ms, host_clock and _in_a_row(step, host_clock, rounds)), "figures": figures}
+
+
+def _in_a_row(step: Callable[[], Any], clock: Clock, rounds: int) -> list[float]:
+    reads = [clock.start(step, 1) for _ in range(rounds)]
+    clock.wait()
+    return [read() for read in reads]
+
+
+TIME_AND_MEMORY = ("ms (p20 .. p80)", "submitted, ms", "peak GB")
+
+
+def time_and_memory(row: Result) -> tuple[str, str, str]:
+    """What :func:`timed_rounds` found, for a report: a cell for each of ``TIME_AND_MEMORY``."""
+    assert row.ms
+    peak = row.figures.get("peak_memory_gb")
+    submitted = "-" if row.host_us is None else significant(row.host_us["p50"] / 1e3)
+    return spread(row.ms), submitted, "-" if peak is None else f"{peak:g}"
 
 
 def sized(

@@ -109,14 +109,16 @@ def timed(files: Files, text: dict[str, str], device: str, program: str) -> str:
     found, rows = files[name], []
     passes = {"f": "f", "fb": "f+b"}
     errors = any("dw_error" in row.figures for row in found.results)
+    submitted = any(row.host_us for row in found.results)
     for (_, shape, dtype), candidates in medians(found.results).items():
         for who, row in candidates.items():
             assert row.ms
             peak = row.figures.get("peak_memory_gb")
             cells = [shape, dtype, passes[row.case.rpartition("/")[2]], who, spread(row.ms, to="–")]
+            cells += ["-" if row.host_us is None else significant(row.host_us["p50"] / 1e3)] * submitted
             cells += ["-" if peak is None else f"{peak:.2f}"]
             rows.append([*cells, *([f"{row.figures['dw_error']:.2g}"] if errors else [])])
-    columns = ["shape", "dtype", "pass", "who", "time", "peak_memory_gb", *(["dw_error"] if errors else [])]
+    columns = ["shape", "dtype", "pass", "who", "time", *["host"] * submitted, "peak_memory_gb", *["dw_error"] * errors]
     header = [text.get(f"column {key}", key) for key in columns]
     notes = [f"- {row.who}: {row.note}" for row in found.results if row.note]
     return "\n\n".join([run_line(name, found, text), markdown_table(header, rows, 4), *notes])

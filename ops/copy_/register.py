@@ -23,7 +23,7 @@ def _within_itself(device):
 
 def _kind(self, src, _):
     found = movement(self.shape, self.stride(), src.expand(self.shape).stride(), self.itemsize)
-    return "cast" if found == "contiguous" and self.dtype != src.dtype else found
+    return "cast" if "contiguous" in found and self.dtype != src.dtype else found
 
 
 def _sample(movement, elements, device, dtype, cast=False):

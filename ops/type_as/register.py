@@ -13,7 +13,7 @@ from twinkle.aten.routes import Work
 
 def _kind(self, other):
     found = movement_of_result(self, None)
-    return "cast" if found == "contiguous" else found
+    return "cast" if "contiguous" in found else found
 
 
 def _sample(movement, elements, device, dtype):

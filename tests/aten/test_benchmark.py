@@ -34,7 +34,7 @@ interpreted_takes_long = pytest.mark.skipif(INTERPRETED, reason="who is slow is 
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """The simulated device has no events: its work is done when a call returns."""
     if SIMULATED:
-        monkeypatch.setattr(clocks, "clock_for", lambda device: clocks.CpuClock())
+        monkeypatch.setattr(clocks, "clock_for", lambda *_, **__: clocks.CpuClock())
         monkeypatch.setattr(clocks, "host_clock_for", lambda device: None)
 
 
@@ -117,7 +117,7 @@ def test_on_an_accelerator_the_host_is_timed_too(
     clone: OperatorSpec, chip: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clocks, "host_clock_for", clocks.SubmitClock)
-    monkeypatch.setattr(clocks, "clock_for", lambda device: clocks.CpuClock())
+    monkeypatch.setattr(clocks, "clock_for", lambda *_, **__: clocks.CpuClock())
     assert all(row.host_us and row.ms for row in measure(clone, chip.found, **BRIEF))
 
 
@@ -210,6 +210,16 @@ def test_who_loses_by_more_than_the_noise() -> None:
     assert loses([row(NATIVE, 2, 3), row("triton", 4, 4), row(ROUTED, 4, 4)]) == [], "nobody gets it"
 
 
+def test_what_a_call_costs_the_host_counts_where_that_is_longer() -> None:
+    def row(who: str, ms: float, host_us: float) -> Result:
+        times, host = (dict.fromkeys(("p20", "p50", "p80"), time) for time in (ms, host_us))
+        return Result("aten/silu/small", who, "64", "float32", times, host, samples=3)
+
+    rows = [row(NATIVE, 0.006, 10), row("triton", 0.004, 20)]
+    assert wins(rows) == [] and loses(rows) == ["aten/silu/small float32"]
+    assert wins([row(NATIVE, 0.03, 10), row("triton", 0.025, 20)]) == ["aten/silu/small float32"]
+
+
 # --- install("auto") --------------------------------------------------------------------------------------------------
 
 
@@ -240,7 +250,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("fast", [{"clone", "dropout"}, set()])
 def test_auto_installs_what_wins_somewhere(fast: set[str], chip: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clocks, "clock_for", lambda device: Told(fast))
+    monkeypatch.setattr(clocks, "clock_for", lambda *_, **__: Told(fast))
     monkeypatch.setattr(clocks, "host_clock_for", lambda device: None)
     with install("auto", platform=chip.platform) as installed:
         assert set(installed.registrations) == fast
@@ -256,7 +266,7 @@ def test_auto_installs_what_wins_somewhere(fast: set[str], chip: Profile, monkey
 def test_auto_leaves_out_what_loses_somewhere(chip: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each case has a clock of its own: the first one's says that ours is fast, the others' that it is slow."""
     told = iter([Told({"clone"})])
-    monkeypatch.setattr(clocks, "clock_for", lambda device: next(told, Told({"clone"}, ms=3.0)))
+    monkeypatch.setattr(clocks, "clock_for", lambda *_, **__: next(told, Told({"clone"}, ms=3.0)))
     monkeypatch.setattr(clocks, "host_clock_for", lambda device: None)
     monkeypatch.setattr(catalog, "chosen", lambda: ["clone"])
     with install("auto", platform=chip.platform) as installed:
@@ -275,7 +285,7 @@ def test_auto_measures_this_machine(chip: Profile) -> None:
 def test_auto_leaves_out_what_is_wrong_or_has_no_calls(
     chip: Profile, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    monkeypatch.setattr(clocks, "clock_for", lambda device: Told(set(catalog.names())))
+    monkeypatch.setattr(clocks, "clock_for", lambda *_, **__: Told(set(catalog.names())))
     monkeypatch.setattr(clocks, "host_clock_for", lambda device: None)
     right = catalog.operator
     unlisted = replace(right("clone"), home=Home("ops.clone", tmp_path))

@@ -67,7 +67,7 @@ def test_every_kind_of_call_can_be_made_anew(registrable: OperatorSpec) -> None:
     work = registrable.work
     for kind, sample in work.samples.items():
         for elements in (2**10, 2**16):
-            values = sample(elements, torch.device(DEVICE), torch.bfloat16)
+            values = sample(elements, torch.device(DEVICE), torch.int64 if "wide" in kind else torch.bfloat16)
             assert work.kind(*values) == kind
             assert elements / 2 <= work.elements(*values) <= elements * 2
             assert Serving(registrable, PLATFORMS["cpu"], "triton").refusal(list(values)) is None
@@ -77,7 +77,8 @@ def test_every_kind_of_call_can_be_made_anew(registrable: OperatorSpec) -> None:
 
 @pytest.mark.parametrize("kind", MOVEMENTS)
 def test_a_copys_kind_is_that_of_its_sample(kind: str) -> None:
-    assert all(movement(*MOVEMENTS[kind](elements), 2) == kind for elements in (64, 1000, 2**20))
+    itemsize = 8 if kind.startswith("wide") else 2
+    assert all(movement(*MOVEMENTS[kind](elements), itemsize) == kind for elements in (64, 1000, 2**20))
 
 
 def test_kinds_of_copies() -> None:
@@ -89,9 +90,9 @@ def test_kinds_of_copies() -> None:
     assert movement(rows.shape, (8, 1), rows.stride(), 4) == "permuted"
     assert movement((4, 8), (8, 1), (0, 1), 4) == "broadcast"
     assert movement((1, 8), (8, 1), (0, 1), 4) == "contiguous", "a dimension of one element is none"
-    assert movement((40, 50), (50, 1), (1, 40), 8) == "transposed"
-    assert movement((40, 50), (50, 1), (1, 40), 16) == "few together", "a pair each"
-    assert movement((40, 50), (50, 1), (1, 0), 16) == "few together", "a pair each, over and over"
+    assert movement((40, 50), (50, 1), (1, 40), 8) == "wide transposed"
+    assert movement((40, 50), (50, 1), (1, 40), 16) == "wide few together", "a pair each"
+    assert movement((40, 50), (50, 1), (1, 0), 16) == "wide few together", "a pair each, over and over"
 
 
 # --- who has routes ---------------------------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ class Events:
 
 def test_on_an_accelerator_small_cases_are_timed_by_events_and_on_the_host(monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda device: Events)
-    monkeypatch.setattr(clocks, "clock_for", lambda device: clocks.EventClock(device, cache_bytes=1024))
+    monkeypatch.setattr(clocks, "clock_for", lambda device, **_: clocks.EventClock(device, cache_bytes=1024))
     monkeypatch.setattr(clocks, "host_clock_for", clocks.SubmitClock)
     (item,) = host_items(["rms_norm"])
     for small in (True, False):
@@ -269,17 +269,21 @@ def test_masks_of_attention():
     size = attention.Sizes(64, window=8, documents=4)
     masks = {kind: make(size, CPU) for kind, make in attention.MASKS.items()}
     assert all(mask.dtype == torch.bool and mask.shape == (64, 64) and mask.any(-1).all() for mask in masks.values())
-    assert masks.pop("nothing masked").all() and not any(mask.triu(1).any() for mask in masks.values())
+    assert masks.pop("nothing masked").all()
+    prefix = masks.pop("prefix")
+    assert prefix[:32, :32].all() and not prefix[:32, 32:].any() and torch.equal(prefix[32:], prefix[32:].tril(32))
+    assert not any(mask.triu(1).any() for mask in masks.values())
     assert masks["sliding window"].sum(-1).max() == 8 and not masks["padded"][:, 56:].any()
     starts = (masks["packed documents"].int().argmax(-1)).unique()
     assert len(starts) == 4 and all(masks["packed documents"][start, start] for start in starts)
 
 
 def test_from_which_length_flex_attention_is_faster():
-    def rows(length, **ms):
+    def rows(length, skipped=0.5, **ms):
         times = {who: dict.fromkeys(("p20", "p50", "p80"), value) for who, value in ms.items()}
         return [
-            Result("attention/padded/f", who, f"{length}x4x16", "bfloat16", ms=found) for who, found in times.items()
+            Result("attention/padded/f", who, f"{length}x4x16", "bfloat16", ms=found, figures={"skipped": skipped})
+            for who, found in times.items()
         ]
 
     short, slow, fast = (
@@ -291,6 +295,7 @@ def test_from_which_length_flex_attention_is_faster():
     assert attention.faster_from(short + fast) == 2048
     assert attention.faster_from(fast + slow) is None, "not from there on"
     assert attention.faster_from(fast + rows(8192, hf=1, flex=0.9)) == 2048
+    assert attention.faster_from(fast + rows(8192, hf=1, flex=2, skipped=flex.SKIPPED / 2)) == 2048, "it doesn't serve"
 
 
 def test_flex_attention_serves_from_where_the_results_say():

@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tests.support.attention import CASES, call, judged, module_for
 from twinkle import presets
 from twinkle.kernel import KernelChoice, kernelize
+from twinkle.kernel.ops.sdpa_attention import masks
 from twinkle.kernel.ops.sdpa_attention import torch as backend
 from twinkle.kernel.ops.sdpa_attention.inputs import UNSERVED, additive
 from twinkle.kernel.report import report
@@ -24,6 +25,7 @@ from twinkle.kernel.undo import unkernelize
 from twinkle.kernel.verify import compare_models
 
 attention = backend.load(None)
+MODULE = types.SimpleNamespace(is_causal=True)
 CHOICE = {"sdpa": KernelChoice("sdpa_attention", ("torch",))}
 
 
@@ -77,6 +79,34 @@ def test_a_graded_mask_is_not_made_boolean() -> None:
     graded, _ = attention(module_for(case), *tensors, **options)
     flat, _ = attention(module_for(case), *tensors, **options | {"attention_mask": options["attention_mask"] == 0})
     assert (graded - flat).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("as_numbers", [False, True])
+def test_a_mask_is_looked_at_once_for_all_layers(as_numbers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until somebody writes into it. A layer's own mask, and one of which a part was taken, are looked at each time."""
+    looked_at: list[torch.Tensor] = []
+    found = masks.without_empty_rows
+    monkeypatch.setattr(masks, "without_empty_rows", lambda *given: looked_at.append(given[0]) or found(*given))
+    query, key, value = (torch.randn(1, 2, 5, 16) for _ in range(3))
+    kept = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
+    mask = torch.where(kept, 0.0, torch.finfo(torch.float32).min) if as_numbers else kept
+    results = [attention(MODULE, query, key, value, mask)[0] for _ in range(3)]
+    assert len(looked_at) == 1 and torch.equal(results[0], results[2])
+    mask[..., 1:] = mask[..., 1:].amin() if as_numbers else False
+    assert not torch.equal(attention(MODULE, query, key, value, mask)[0], results[0]) and len(looked_at) == 2
+    longer = torch.cat((mask, mask), -1)
+    for _ in range(2):
+        attention(MODULE, query, key, value, longer)
+    attention(MODULE, query, key, value, mask, position_bias=torch.zeros(1, 2, 5, 5))
+    assert len(looked_at) == 5
+
+
+def test_a_learned_bias_has_its_gradient_and_nothing_is_remembered_of_it() -> None:
+    query, key, value = (torch.randn(1, 2, 5, 16) for _ in range(3))
+    bias = torch.randn(1, 2, 5, 5, requires_grad=True)
+    for _ in range(2):
+        attention(MODULE, query, key, value, bias)[0].sum().backward()
+    assert bias.grad is not None and bias not in masks._memory(torch.float32)
 
 
 def test_its_result_has_the_layout_that_layers_expect() -> None:

@@ -16,6 +16,7 @@ import torch
 from tests.support.gpu_compiler import compiled_for_gpu
 from twinkle.kernel.ops.fused_norms import add_kernels, qk_kernels
 from twinkle.kernel.ops.moe import triton_block, triton_kernels, triton_launch, triton_router, triton_routing
+from twinkle.kernel.ops.rms_norm import triton_kernels as rms_norm_kernels
 from twinkle.loss import triton_token_losses
 
 pytestmark = pytest.mark.skipif(
@@ -140,6 +141,31 @@ def test_a_sum_and_its_norm(dtype: str) -> None:
     assert compiled_for_gpu(add_kernels.forward_kernel, types, {**shape, "CAST": "before"}, num_warps=4).asm["cubin"]
     sums = {"NEEDS_DW": True, "GROUP": 16, "STAGES": 3}
     assert compiled_for_gpu(add_kernels.backward_kernel, types, {**shape, **sums}, num_warps=4).asm["cubin"]
+
+
+def as_a_compiler_calls(function: Any, dtype: str, constants: dict[str, Any]) -> str:
+    """The program in Triton's own terms, with Python's numbers as ``torch.compile`` hands them over: in fp64."""
+    types = {name: f"*{dtype}" for name in function.arg_names if name.endswith("_ptr")}
+    types |= {"rstd_ptr": "*fp32", "partial_ptr": "*fp32", "arrived_ptr": "*i32"}
+    types |= {name: "fp64" for name in function.arg_names if name.endswith("eps")}
+    return str(compiled_for_gpu(function, types, constants, num_warps=4).asm["ttir"])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_norms_in_a_compiled_model_compute_nothing_in_fp64(dtype: str) -> None:
+    shape = {"OFFSET": 0.0, "ROWS": 2, "BLOCK": 1024}
+    norm = {**shape, "CAST": "before", "HAS_WEIGHT": True, "HAS_GATE": False, "FAR": False}
+    heads = {"OFFSET": 0.0, "Q_HEADS": 8, "K_HEADS": 4, "PAIRS": 64, "REST": 0, "FAR": False}
+    programs = [
+        (rms_norm_kernels.forward_kernel, {**norm, "LOOP": False}),
+        (rms_norm_kernels.forward_kernel, {**norm, "LOOP": True}),
+        (add_kernels.forward_kernel, {**shape, "CAST": "before"}),
+        (qk_kernels.forward_kernel, {**heads, "CAST": "before"}),
+        (qk_kernels.backward_kernel, {**heads, "NEEDS_DW": True, "GROUP": 16, "WEIGHTS": 256}),
+    ]
+    for function, constants in programs:
+        lines = [line for line in as_a_compiler_calls(function, dtype, constants).splitlines() if "f64" in line]
+        assert lines and all("tt.func" in line or "arith.truncf" in line for line in lines), lines
 
 
 def test_experts_of_another_kind() -> None:

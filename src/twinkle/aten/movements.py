@@ -20,6 +20,12 @@ def movement(
     sizes: tuple[int, ...], to_strides: tuple[int, ...], source_strides: tuple[int, ...], itemsize: int
 ) -> str:
     """One of :data:`MOVEMENTS`, for elements of so many bytes."""
+    order = _order(sizes, to_strides, source_strides, itemsize)
+    return order if itemsize < WIDE else WIDE_KIND.format(order)
+
+
+def _order(sizes: tuple[int, ...], to_strides: tuple[int, ...], source_strides: tuple[int, ...], itemsize: int) -> str:
+    """One of :data:`ORDERS`."""
     plan = plan_of(sizes, to_strides, source_strides, itemsize)
     if plan.few > 1:
         return "few together"
@@ -51,7 +57,7 @@ def _pairs(elements: int) -> Layout:
     return (side, side, 2), (2 * side, 2, 1), (2, 2 * side, 1)
 
 
-MOVEMENTS: dict[str, Callable[[int], Layout]] = {
+ORDERS: dict[str, Callable[[int], Layout]] = {
     "contiguous": lambda elements: ((elements,), (1,), (1,)),
     "permuted": _permuted,
     "transposed": functools.partial(_matrix, 1, -1),
@@ -59,8 +65,15 @@ MOVEMENTS: dict[str, Callable[[int], Layout]] = {
     "gaps": functools.partial(_matrix, -4, 2),
     "broadcast": functools.partial(_matrix, 1, 0),
 }
-"""Kind -> a copy of about so many elements. Nothing changes; rows stay rows, but lie in another order; neighbours lie
+"""Order -> a copy of about so many elements. Nothing changes; rows stay rows, but lie in another order; neighbours lie
 along another dimension; only a few stay neighbours; they don't lie side by side; elements are read more than once."""
+
+WIDE, WIDE_KIND = 8, "wide {}"
+"""The bytes of an element from which on a copy is of a kind of its own: there PyTorch's, which moves element by
+element, is near what memory allows in nearly every order."""
+
+MOVEMENTS = ORDERS | {WIDE_KIND.format(order): make for order, make in ORDERS.items()}
+"""Kind -> a copy of that order, of about so many elements."""
 
 
 def laid_out(
@@ -87,6 +100,7 @@ def results_in_order(kinds: Collection[str]) -> Work:
     """
 
     def sample(kind: str, elements: int, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
+        """Of that kind where the dtype is as wide as the kind says."""
         sizes, _, strides = MOVEMENTS[kind](elements)
         return laid_out(sizes, strides, dtype, device), torch.contiguous_format
 

@@ -5,7 +5,8 @@ Triton kernels, in registrations of the mode ``"auto"``. Where Triton interprets
 architecture was ever measured, nothing is known: there a kernel serves whatever it can take. On another architecture of
 a platform that was measured, PyTorch's own kernel serves everything, which is never a loss.
 
-Those of ``sm_90`` were measured on an H200, in bfloat16, from 1 MB to 1 GB (``benchmarks/results/cuda/routes.json``).
+Those of ``sm_90`` were measured on an H200, in bfloat16 and, of wide elements, int64, from 1 MB to 1 GB
+(``benchmarks/results/cuda/routes.json``).
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ SLOWER = "slower"
 Table = Mapping[str, int | None]
 """Of one operator: kind of call -> the bytes from which on our kernel is faster; None where it never is."""
 
-_LARGEST_ITEM = 16
 ANY = "any"
 
 
@@ -86,18 +86,18 @@ class Routes:
         Args:
             leading: how many tensors an operator's arguments begin with.
         """
-        least, is_tracing, elements = self._least / _LARGEST_ITEM, torch._C._is_tracing, self.work.elements
+        least, is_tracing, elements = self._least, torch._C._is_tracing, self.work.elements
 
         # Every call passes through: the first two cost a third less than the last, which can any number.
         def one_is_small(args: tuple[Any, ...]) -> bool:
-            return type(args[0]) in PLAIN and not is_tracing() and args[0].numel() < least
+            return type(args[0]) in PLAIN and not is_tracing() and args[0].numel() * args[0].itemsize < least
 
         def two_are_small(args: tuple[Any, ...]) -> bool:
             first, second = args[0], args[1]
             if type(first) not in PLAIN or type(second) not in PLAIN or is_tracing():
                 return False
             try:
-                return elements(first, second) < least
+                return elements(first, second) * first.itemsize < least
             except IndexError:  # of a tensor with fewer dimensions than it must have
                 return False
 
@@ -106,7 +106,7 @@ class Routes:
             if not PLAIN.issuperset(map(type, tensors)) or is_tracing():
                 return False
             try:
-                return elements(*tensors) < least
+                return elements(*tensors) * tensors[0].itemsize < least
             except IndexError:
                 return False
 

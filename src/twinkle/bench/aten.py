@@ -28,7 +28,7 @@ from twinkle.aten.routes import every_size
 from twinkle.aten.serving import Serving
 from twinkle.aten.spec import OperatorSpec, Semantics
 from twinkle.bench.clocks import Call, timed_both
-from twinkle.bench.results import EVERYBODY, Result, measured
+from twinkle.bench.results import EVERYBODY, Result, measured, slower_us
 from twinkle.naming import dtype_name
 from twinkle.platforms import Platform
 from twinkle.reasons import Reason
@@ -97,29 +97,27 @@ def _never_timed(spec: OperatorSpec) -> str | None:
 def wins(rows: list[Result]) -> list[str]:
     """The cases in which our kernel, registered, is faster than native by more than the noise: p80 against p20.
 
-    Not those whose route is native: there nobody gets it.
+    What counts is the device's time or the host's, whichever is longer. Not those whose route is native: there nobody
+    gets it.
     """
-    return [case for case, ours, native in _served(rows) if ours["p80"] < native["p20"]]
+    return [case for case, ours, native in _served(rows) if slower_us(ours, "p80") < slower_us(native, "p20")]
 
 
 def loses(rows: list[Result]) -> list[str]:
     """Those in which it is slower by more than the noise."""
-    return [case for case, ours, native in _served(rows) if ours["p20"] > native["p80"]]
+    return [case for case, ours, native in _served(rows) if slower_us(ours, "p20") > slower_us(native, "p80")]
 
 
-Times = dict[str, float]
-
-
-def _served(rows: list[Result]) -> Iterator[tuple[str, Times, Times]]:
-    """The cases that our kernel serves where the operator is registered, with its times and native's."""
-    native = {(r.case, r.dtype): r.ms for r in rows if r.ms and r.who == NATIVE}
+def _served(rows: list[Result]) -> Iterator[tuple[str, Result, Result]]:
+    """The cases that our kernel serves where the operator is registered, with its row and native's."""
+    native = {(r.case, r.dtype): r for r in rows if r.ms and r.who == NATIVE}
     routed = {(r.case, r.dtype) for r in rows if r.who == ROUTED}
     for row in rows:
         # Ours has the name of what it is written in, which may be a platform's.
         if row.ms and row.who not in (NATIVE, ROUTED, FLOOR, PEER) and not row.who.endswith(DIRECT):
             case = row.case, row.dtype
             if case not in routed:
-                yield " ".join(case), row.ms, native[case]
+                yield " ".join(case), row, native[case]
 
 
 class _Timed:

@@ -193,6 +193,13 @@ def measured(ms: list[float], host_ms: list[float] | None = None) -> dict[str, A
     return {"ms": percentiles(ms), "host_us": host_us, "samples": len(ms)}
 
 
+def slower_us(row: Result, percentile: str) -> float:
+    """How many microseconds a measured call takes: on the device, or to be handed to it, whichever is longer."""
+    assert row.ms is not None
+    device = row.ms[percentile] * 1e3
+    return device if row.host_us is None else max(device, row.host_us[percentile])
+
+
 def versions() -> dict[str, str | None]:
     """Name -> version of the packages whose kernels are measured; None for one that is not installed."""
     return {name: version_of(distribution) for name, distribution in PACKAGES.items()}

@@ -17,17 +17,20 @@ import torch
 
 from twinkle.aten import catalog
 from twinkle.aten.arguments import Arguments
-from twinkle.aten.routes import SMALL, every_size
+from twinkle.aten.routes import SMALL, Work, every_size
 from twinkle.aten.serving import best_level
 from twinkle.aten.spec import OperatorSpec
 from twinkle.bench.aten import NATIVE
 from twinkle.bench.clocks import Call, timed_both
-from twinkle.bench.results import Result, measured
+from twinkle.bench.results import Result, measured, slower_us
 from twinkle.naming import dtype_name
 from twinkle.platforms import Platform
 
 SIZES = tuple(2**power for power in range(20, 31))
 """Bytes of what a call computes; fewer take no longer than it takes to submit them."""
+
+USUAL = (torch.bfloat16, torch.int64)
+"""In which a kind of call is measured: the second where its elements are wide."""
 
 INSTALLED = "installed"
 """Who serves where an operator's routes apply: our kernel or PyTorch's own."""
@@ -43,7 +46,7 @@ def sweep(
     platform: Platform,
     sizes: tuple[int, ...],
     *,
-    dtypes: Sequence[torch.dtype] = (torch.bfloat16,),
+    dtypes: Sequence[torch.dtype] | None = None,
     routed: bool = False,
     rounds: int,
     seconds: float,
@@ -52,13 +55,14 @@ def sweep(
 
     Args:
         sizes: in bytes; what doesn't fit into the device's memory is left out.
+        dtypes: of what is computed; when None, for each kind of call the first of :data:`USUAL` that makes one.
         routed: whether ours is the operator as it is installed, its routes included, or its kernel for every call.
         rounds: samples of each candidate, at most.
         seconds: about how long the rounds of one call may take.
     """
     device = torch.device(platform.device_type)
     for kind, sample in spec.work.samples.items():
-        for dtype in dtypes:
+        for dtype in (_first_that_makes(kind, spec.work),) if dtypes is None else dtypes:
             for size in sizes:
                 try:
                     values = sample(max(1, size // dtype.itemsize), device, dtype)
@@ -66,6 +70,13 @@ def sweep(
                         yield from _rows(spec, platform, kind, size, values, routed, rounds, seconds)
                 except torch.OutOfMemoryError:
                     break
+
+
+def _first_that_makes(kind: str, work: Work) -> torch.dtype:
+    def makes(dtype: torch.dtype) -> bool:
+        return work.kind(*work.samples[kind](2**10, torch.device("meta"), dtype)) == kind
+
+    return next(filter(makes, USUAL))
 
 
 @torch.no_grad()
@@ -125,7 +136,7 @@ def points(results: Iterable[Result]) -> list[Point]:
     times: dict[tuple[str, str, str], dict[str, float]] = {}
     for row in results:
         if row.ms:
-            times.setdefault((row.case, row.dtype, row.shape), {})[row.who] = _us(row, "p50")
+            times.setdefault((row.case, row.dtype, row.shape), {})[row.who] = slower_us(row, "p50")
     found = []
     for (case, dtype, size), both in times.items():
         _, operator, kind = case.split("/")
@@ -154,17 +165,11 @@ def tables(results: list[Result]) -> dict[str, dict[str, int | None]]:
         least = None
         for size in sorted(by_size, reverse=True):
             pair = by_size[size]
-            if len(pair) < 2 or not _us(pair[False], "p80") * GAIN < _us(pair[True], "p20"):
+            if len(pair) < 2 or not slower_us(pair[False], "p80") * GAIN < slower_us(pair[True], "p20"):
                 break
             least = size
         found.setdefault(operator, {})[kind] = least
     return found
-
-
-def _us(row: Result, percentile: str) -> float:
-    assert row.ms is not None
-    device = row.ms[percentile] * 1e3
-    return device if row.host_us is None else max(device, row.host_us[percentile])
 
 
 def write(path: Path, platform: str, architecture: str, found: Mapping[str, Mapping[str, int | None]]) -> None:

@@ -1,4 +1,4 @@
-"""Parts of several ops' Triton programs: the numbers of a tile, and sums over all programs of a launch."""
+"""Parts of several ops' Triton programs: the numbers of a tile, a norm's factor, sums over all programs of a launch."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
@@ -17,6 +17,15 @@ def arange(SIZE: tl.constexpr, FAR: tl.constexpr):
     if FAR:
         numbers = numbers.to(tl.int64)
     return numbers
+
+
+@triton.jit
+def inverse_rms(squares, width, eps):
+    """The factors of rows of ``width`` numbers, of their sums of squares, in fp32.
+
+    Triton takes a Python number in fp32, but a compiler hands it over in fp64, and all that it meets would be that.
+    """
+    return tl.math.rsqrt(squares / width + tl.cast(eps, tl.float32))
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from twinkle.kernel.ops.triton_parts import sum_of_programs
+from twinkle.kernel.ops.triton_parts import inverse_rms, sum_of_programs
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def forward_kernel(
     total = (residual + summand).to(total_ptr.dtype.element_ty)
     tl.store(total_ptr + at, total, mask=mask)
     x = total.to(tl.float32)
-    rstd = tl.math.rsqrt(tl.sum(x * x, axis=1) / width + eps)
+    rstd = inverse_rms(tl.sum(x * x, axis=1), width, eps)
     tl.store(rstd_ptr + rows, rstd, mask=rows < n_rows)
     y = x * rstd[:, None]
     if CAST == "before":

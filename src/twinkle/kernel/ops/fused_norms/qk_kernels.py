@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from twinkle.kernel.ops.triton_parts import arange, sum_of_programs
+from twinkle.kernel.ops.triton_parts import arange, inverse_rms, sum_of_programs
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def _turn_heads(
         c_mask = (head < heads)[:, None] & (rest < head_dim)[None, :]
         c = tl.load(x_at + rest[None, :] * x_channel, mask=c_mask, other=0.0).to(tl.float32)
         squares += tl.sum(c * c, axis=1)
-    rstd = tl.math.rsqrt(squares / head_dim + eps)
+    rstd = inverse_rms(squares, head_dim, eps)
     a_weight = tl.load(w_ptr + pair, mask=is_pair, other=0.0).to(tl.float32) + OFFSET
     b_weight = tl.load(w_ptr + pairs + pair, mask=is_pair, other=0.0).to(tl.float32) + OFFSET
     a = _scaled(a, rstd, a_weight, dtype, CAST, SAME)
@@ -129,7 +129,7 @@ def _turn_heads_back(
         dc = tl.load(dy_at + rest * dy_channel, mask=c_mask, other=0.0).to(tl.float32)
         squares += tl.sum(c * c, axis=1)
     # A head that isn't there adds nothing to the weight's gradient, whatever eps is.
-    rstd = tl.where(there, tl.math.rsqrt(squares / head_dim + eps), 0.0)[:, None]
+    rstd = tl.where(there, inverse_rms(squares, head_dim, eps), 0.0)[:, None]
     a *= rstd
     b *= rstd
     da = a_grad * cos_a[None, :] + b_grad * sin_b[None, :]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from twinkle.kernel.ops.triton_parts import arange, sum_of_programs
+from twinkle.kernel.ops.triton_parts import arange, inverse_rms, sum_of_programs
 
 
 @triton.jit
@@ -45,12 +45,12 @@ def forward_kernel(
             mask = row_mask[:, None] & (at < width)[None, :]
             x = tl.load(x_start + at[None, :] * x_column, mask=mask, other=0.0).to(tl.float32)
             squares += x * x
-        rstd = tl.math.rsqrt(tl.sum(squares, axis=1) / width + eps)
+        rstd = inverse_rms(tl.sum(squares, axis=1), width, eps)
     else:
         mask = row_mask[:, None] & (columns < width)[None, :]
         loaded = tl.load(x_start + columns[None, :] * x_column, mask=mask, other=0.0)
         x = loaded.to(tl.float32)
-        rstd = tl.math.rsqrt(tl.sum(x * x, axis=1) / width + eps)
+        rstd = inverse_rms(tl.sum(x * x, axis=1), width, eps)
     tl.store(rstd_ptr + rows, rstd, mask=row_mask)
 
     for start in range(0, width if LOOP else BLOCK, BLOCK):

@@ -10,23 +10,25 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch._dynamo.exc import FailOnRecompileLimitHit
-from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from torch.utils.weak import WeakIdKeyDictionary
 
 from twinkle.kernel.ops.sdpa_attention.inputs import Inputs, mean_of_values
-from twinkle.kernel.ops.torch_support import transformed
+from twinkle.kernel.ops.sdpa_attention.masks import Remembered, can_be_asked
 
 QUERIES: dict[str, int] = {}
 """Device type -> from how many queries on it was measured faster than ``F.scaled_dot_product_attention``, for every
-kind of mask, forward and backward. ``python -m benchmarks.attention --json benchmarks/results/TYPE/attention.json``
-measures; its last line is what belongs here. A type that isn't here has no such length, or was not measured."""
+kind of mask of which enough can be skipped, forward and backward.
+``python -m benchmarks.attention --json benchmarks/results/TYPE/attention.json`` measures; its last line is what belongs
+here. A type that isn't here has no such length, or was not measured."""
+
+SKIPPED = 0.35
+"""The share of blocks in which nothing is kept, from which on a mask has enough of them."""
 
 NARROWEST, WIDEST = 16, 256
 """Channels of a head that its programs are generated for."""
@@ -44,18 +46,17 @@ class Blocks(NamedTuple):
     """What is known of a mask.
 
     Attributes:
-        version: of the mask when that was found out.
         template: which blocks have something to keep, and which nothing to mask; without the mask itself.
-        empty: ``[..., Sq, 1]``, which rows have no key.
+        skipped: the share of blocks that have nothing to keep.
+        empty: ``[..., Sq, 1]``, which rows have no key; None where all have one.
     """
 
-    version: int | None
     template: BlockMask
-    empty: torch.Tensor
+    skipped: float
+    empty: torch.Tensor | None
 
 
-_known: MutableMapping[torch.Tensor, Blocks] = WeakIdKeyDictionary()
-"""All layers of a model get the same mask. Nothing here holds one: what is known of it dies with it."""
+_blocks: Remembered[Blocks] = Remembered()
 
 
 def can(given: Inputs, dropout: float) -> bool:
@@ -69,14 +70,13 @@ def can(given: Inputs, dropout: float) -> bool:
         and mask.dtype == torch.bool
         and mask.shape[2:] == (query.shape[2], key.shape[2])  # not one row for all queries
         and not dropout
-        and all(type(tensor) in _PLAIN for tensor in (query, key, value, mask))
+        and can_be_asked(given)
+        and all(type(tensor) in _PLAIN for tensor in (query, key, value))
         and query.dtype == key.dtype == value.dtype
         and min(query.shape[-1], value.shape[-1]) >= NARROWEST
         and max(query.shape[-1], value.shape[-1]) <= WIDEST
         and not (query.device.type == "cpu" and any(tensor.requires_grad for tensor in (query, key, value)))
-        and not is_compiling()  # a compiler fuses by its own lights
         and not torch.is_autocast_enabled(query.device.type)
-        and transformed() is None
     )
 
 
@@ -84,7 +84,10 @@ def pays(given: Inputs, dropout: float) -> bool:
     """Whether it was measured faster for calls like this one."""
     query = given.query
     least = QUERIES.get(query.device.type)
-    return least is not None and query.shape[2] >= least and query.dtype in DTYPES and can(given, dropout)
+    if least is None or query.shape[2] < least or query.dtype not in DTYPES or not can(given, dropout):
+        return False
+    assert given.mask is not None
+    return blocks_of(given.mask).skipped >= SKIPPED
 
 
 def attention(given: Inputs) -> torch.Tensor | None:
@@ -103,7 +106,7 @@ def attention(given: Inputs) -> torch.Tensor | None:
         out = function(query, key, value, block_mask=named, scale=given.scale, enable_gqa=given.groups > 1)
     except FailOnRecompileLimitHit:
         return None
-    return torch.where(blocks.empty, mean_of_values(value, given.groups), out)
+    return out if blocks.empty is None else torch.where(blocks.empty, mean_of_values(value, given.groups), out)
 
 
 @functools.cache
@@ -117,10 +120,10 @@ def _compiled(kind: str) -> Callable[..., Any]:
 
 def blocks_of(mask: torch.Tensor) -> Blocks:
     """Which blocks of a boolean mask ``[B, N, Sq, Sk]`` have what; found out once for each mask."""
-    version = None if mask.is_inference() else mask._version  # of those nobody counts the changes
-    known = _known.get(mask)
-    if known is not None and version is not None and known.version == version:
-        return known
+    return _blocks.of(mask, _found)
+
+
+def _found(mask: torch.Tensor) -> Blocks:
     rows, columns = mask.shape[-2:]
     padded = F.pad(mask, (0, -columns % BLOCK, 0, -rows % BLOCK))
     kept = padded.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK)).sum((-1, -3))
@@ -128,8 +131,9 @@ def blocks_of(mask: torch.Tensor) -> Blocks:
     template = BlockMask.from_kv_blocks(
         *_in_order((kept > 0) & ~full), *_in_order(full), BLOCK_SIZE=BLOCK, seq_lengths=(rows, columns)
     )
-    _known[mask] = Blocks(version, template, ~mask.any(-1, keepdim=True))
-    return _known[mask]
+    empty = ~mask.any(-1, keepdim=True)
+    skipped, some_are_empty = torch.stack([(kept == 0).float().mean(), empty.any().float()]).tolist()  # waits once
+    return Blocks(template, skipped, empty if some_are_empty else None)
 
 
 def _in_order(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,6 +24,7 @@ class Inputs(NamedTuple):
         mask: 4-D, spreads over ``[B, N, Sq, Sk]``; boolean, where True keeps, or added to the scores; or None.
         causal: query i sees the keys up to i; only without a mask.
         scale: of the scores.
+        shared: the mask is the one that all layers are given.
     """
 
     query: torch.Tensor
@@ -32,6 +33,7 @@ class Inputs(NamedTuple):
     mask: torch.Tensor | None
     causal: bool
     scale: float
+    shared: bool = True
 
     @property
     def groups(self) -> int:
@@ -55,6 +57,7 @@ def inputs_of(
     A sliding window is in the mask already.
     """
     length, keys = query.shape[2], key.shape[2]
+    given = attention_mask
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(length > 1 and attention_mask is None and causal)
     if causal and keys > length:  # an empty static cache: what lies behind the queries isn't written yet
@@ -73,7 +76,8 @@ def inputs_of(
         else:
             attention_mask = position_bias + attention_mask
         causal = False
-    return Inputs(query, key, value, attention_mask, causal, query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return Inputs(query, key, value, attention_mask, causal, scale, shared=attention_mask is given)
 
 
 def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

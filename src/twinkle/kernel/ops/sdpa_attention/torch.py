@@ -15,13 +15,12 @@ import torch.nn.functional as F
 
 from twinkle.kernel.ops.sdpa_attention.inputs import (
     Inputs,
-    additive,
     call_reason,
     inputs_of,
     mean_of_values,
     repeated,
-    without_empty_rows,
 )
+from twinkle.kernel.ops.sdpa_attention.masks import filled
 
 WIDEST = 256
 """Up to this many channels the fused kernels of PyTorch share heads of keys themselves."""
@@ -30,9 +29,7 @@ WIDEST = 256
 def fused(given: Inputs, dropout: float) -> torch.Tensor:
     """``[B, N, Sq, Dv]`` by ``F.scaled_dot_product_attention``."""
     query, key, value, groups = given.query, given.key, given.value, given.groups
-    mask, empty = (None, None) if given.mask is None else without_empty_rows(given.mask, query.dtype)
-    if mask is not None and mask.dtype != torch.bool:
-        mask = additive(mask, query.dtype)
+    mask, empty = filled(given)
     # With a mask PyTorch would take the unfused path for shared heads.
     shared = groups > 1 and mask is None and key.shape[-1] == value.shape[-1] <= WIDEST
     if not shared:

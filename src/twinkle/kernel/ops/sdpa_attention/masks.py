@@ -1,0 +1,90 @@
+"""What is found out about an attention mask once: all layers of a model get the same one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, MutableMapping
+from typing import Generic, TypeVar
+
+import torch
+from torch.compiler import is_compiling
+from torch.utils.weak import WeakIdKeyDictionary
+
+from twinkle.kernel.ops.sdpa_attention.inputs import Inputs, additive, without_empty_rows
+from twinkle.kernel.ops.torch_support import transformed
+
+T = TypeVar("T")
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Remembered(Generic[T]):
+    """Mask -> what was found out about it, until somebody writes into it. Nothing here holds one: it dies with it."""
+
+    def __init__(self) -> None:
+        self._found: MutableMapping[torch.Tensor, tuple[int, T]] = WeakIdKeyDictionary()
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __contains__(self, mask: torch.Tensor) -> bool:
+        return mask in self._found
+
+    def of(self, mask: torch.Tensor, find: Callable[[torch.Tensor], T]) -> T:
+        """``find(mask)``, or what it gave before."""
+        if mask.is_inference():  # nobody counts the changes of those
+            return find(mask)
+        known = self._found.get(mask)
+        if known is None or known[0] != mask._version:
+            known = self._found[mask] = mask._version, find(mask)
+        return known[1]
+
+
+def can_be_asked(given: Inputs) -> bool:
+    """Whether the host may look at a call's mask, and what it sees holds for all layers.
+
+    Not for one query, as a step of generation has: waiting for the device takes longer there than not knowing.
+    """
+    mask = given.mask
+    return (
+        mask is not None
+        and given.shared
+        and mask.shape[-2] > 1
+        and type(mask) in _PLAIN
+        and not mask.requires_grad
+        and not is_compiling()
+        and transformed() is None
+        and not (mask.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
+
+
+def filled(given: Inputs) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """A call's mask without empty rows, boolean or to be added to the scores; and which rows were empty, if any.
+
+    See :func:`~twinkle.kernel.ops.sdpa_attention.inputs.without_empty_rows`.
+    """
+    mask, dtype = given.mask, given.query.dtype
+    if mask is None:
+        return None, None
+    if not can_be_asked(given):
+        return _filled(mask, dtype)
+    changed, empty = _memory(dtype).of(mask, functools.partial(_looked_at, dtype=dtype))
+    return mask if changed is None else changed, empty
+
+
+def _filled(mask: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    full, empty = without_empty_rows(mask, dtype)
+    return full if full.dtype == torch.bool else additive(full, dtype), empty
+
+
+def _looked_at(mask: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """As :func:`_filled`, with None for a mask that stays as it is, and where no row is empty."""
+    full, empty = _filled(mask, dtype)
+    if bool(empty.any()):
+        return full, empty
+    return None if mask.dtype == torch.bool else full, None
+
+
+@functools.cache
+def _memory(dtype: torch.dtype) -> Remembered[tuple[torch.Tensor | None, torch.Tensor | None]]:
+    return Remembered()
