@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 from torch import distributed
 
 from tests.support.distributed_cases import CASES, WORLD
-from tests.support.processes import problems
+from tests.support.processes import check, problems
 
 pytestmark = pytest.mark.multiprocess
 
@@ -19,4 +19,4 @@ pytestmark = pytest.mark.multiprocess
 def test_two_processes(tmp_path):
     found = problems(tmp_path, WORLD, "tests.support.distributed_cases:CASES")
     assert len(found) == WORLD * len(CASES) >= 24
-    assert {case: problem for case, problem in found.items() if problem} == {}
+    check(found)

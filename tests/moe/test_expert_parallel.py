@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 from torch import distributed
 
 from tests.support.expert_cases import CASES
-from tests.support.processes import problems
+from tests.support.processes import check, problems
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -24,4 +24,4 @@ pytestmark = [
 def test_processes(world: int, tmp_path: Path) -> None:
     found = problems(tmp_path, world, "tests.support.expert_cases:CASES")
     assert len(found) == world * len(CASES) >= 26
-    assert {case: problem for case, problem in found.items() if problem} == {}
+    check(found)

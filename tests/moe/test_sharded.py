@@ -15,7 +15,7 @@ pytest.importorskip("peft")
 
 from torch import distributed
 
-from tests.support.processes import backend_for, problems
+from tests.support.processes import backend_for, check, problems
 from tests.support.sharded_cases import CASES
 from tests.support.sharded_curves import CURVES
 
@@ -32,7 +32,7 @@ def test_processes(world: int, tmp_path: Path) -> None:
     """The last process of all is killed in the end, and the others notice."""
     found = problems(tmp_path, world, f"{SHARDED}:CASES", f"{SHARDED}:death")
     assert len(found) == world * len(CASES) + world - 1
-    assert {case: problem for case, problem in found.items() if problem} == {}
+    check(found)
 
 
 @pytest.mark.slow
@@ -44,4 +44,4 @@ def test_curves(world: int, tmp_path: Path) -> None:
     """
     found = problems(tmp_path, world, "tests.support.sharded_curves:CURVES", backend=backend_for(world))
     assert len(found) == world * len(CURVES) >= 18
-    assert {case: problem for case, problem in found.items() if problem} == {}
+    check(found)

@@ -19,6 +19,7 @@ from twinkle import presets
 from twinkle.kernel import kernelize
 from twinkle.kernel.undo import unkernelize
 from twinkle.moe import apply_expert_parallel, gather_state_dict, load_state_dict
+from twinkle.moe.dispatch import combine, dispatch
 from twinkle.moe.parts import is_experts
 
 Change = Callable[[nn.Module], Any]
@@ -151,6 +152,32 @@ def called_by_name(mesh: DeviceMesh) -> None:
     assert parts._twinkle_under_way is None
 
 
+def sent_once(mesh: DeviceMesh) -> None:
+    """A row travels once to each process that has experts of it, whatever their number, and its gradient comes back."""
+    world, rank, own = dist.get_world_size(), dist.get_rank(), 3
+    generator = torch.Generator().manual_seed(rank)
+    experts = own * world
+    index = torch.randint(-1, experts + 1, (40, 4), generator=generator)  # beyond either end is nobody
+    x, weights, factors = (torch.rand(*shape, generator=generator) for shape in ((40, 5), (40, 4), (experts, 1)))
+    dist.broadcast(factors, 0)
+    for tensor in (x, weights):
+        tensor.requires_grad_()
+    group = mesh.get_group("ep")
+    sent, local = dispatch(x, index, weights, experts, group)
+    wanted = {(token, int(one) // own) for token, row in enumerate(index) for one in row if 0 <= one < experts}
+    assert sum(sent.sent) == len(wanted) < int(((index >= 0) & (index < experts)).sum())
+    assert len(local) == len(sent.rows) and torch.equal(local, local.sort().values)
+    found = combine(sent.rows * sent.weights * factors[rank * own + local], sent, group)
+    known = (index >= 0) & (index < experts)
+    expected = (x[:, None] * (weights * known * factors[index.clamp(0, experts - 1), 0])[..., None]).sum(1)
+    torch.testing.assert_close(found, expected)
+    seed = torch.rand(found.shape, generator=generator)
+    for ours, theirs in zip(
+        torch.autograd.grad(found, (x, weights), seed), torch.autograd.grad(expected, (x, weights), seed), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
 def checkpointed(mesh: DeviceMesh) -> None:
     one_step(mesh, "qwen3_moe", after=lambda model: model.gradient_checkpointing_enable())
 
@@ -226,6 +253,7 @@ CASES: dict[str, Callable[[DeviceMesh], None]] = {
     "kernels first": functools.partial(kernels, first=True),
     "kernels last": functools.partial(kernels, first=False),
     "called by name": called_by_name,
+    "sent once": sent_once,
     "checkpointed": checkpointed,
     "trained": trained,
     "saved and loaded": saved_and_loaded,

@@ -25,6 +25,9 @@ PATIENCE = 60
 """Seconds after which processes that wait for one that is gone count as hanging."""
 
 
+NOT_REACHED = "was not reached"
+
+
 def backend_for(world: int) -> str:
     """NCCL where there is a GPU for each process, otherwise gloo on the CPU."""
     return "nccl" if torch.cuda.device_count() >= world else "gloo"
@@ -49,15 +52,23 @@ def problems(folder: Path, world: int, cases: str, death: str | None = None, bac
     for rank, process in enumerate(context.processes):
         said = folder / f"death.{rank}"
         if death is not None and rank < world - 1:
-            found[f"death, process {rank}"] = said.read_text() if said.exists() else "was not reached"
+            found[f"death, process {rank}"] = said.read_text() if said.exists() else NOT_REACHED
         elif death is None and process.exitcode:
             found[f"process {rank}"] = f"ended with exit code {process.exitcode}"
     loaded: Cases = _load(cases)
     for number, case in enumerate(loaded):
         for rank in range(world):
             file = folder / f"{number}.{rank}"
-            found[f"{case}, process {rank}"] = file.read_text() if file.exists() else "was not reached"
+            found[f"{case}, process {rank}"] = file.read_text() if file.exists() else NOT_REACHED
     return found
+
+
+def check(found: Mapping[str, str]) -> None:
+    """Raises with what was wrong, the tracebacks in full; cases that a failure kept from being run are only named."""
+    missed = [case for case, problem in found.items() if problem == NOT_REACHED]
+    failed = [f"{case}: {problem}" for case, problem in found.items() if problem and problem != NOT_REACHED]
+    if failed or missed:
+        raise AssertionError("\n\n".join([*failed, f"not reached: {', '.join(missed) or 'none'}"]))
 
 
 def _load(cases: str) -> Any:

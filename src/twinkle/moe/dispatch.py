@@ -1,35 +1,53 @@
 """Sending tokens to the processes that own their experts, and their results back.
 
-Each process owns ``n`` of ``E`` experts in order: process r those from ``r * n`` on. What a process sends lies expert
-by expert, so it is one piece for each receiver; what it receives lies sender by sender, and for each expert by expert.
+Each process owns ``n`` of ``E`` experts in order: process r those from ``r * n`` on. A token's row travels once to each
+process that owns some of its experts, and one row comes back from there: the sum of what those experts gave, by the
+router's weights, rounded to the rows' dtype. In between, the rows that came in are laid out expert by expert, once for
+each choice, so that the experts themselves see tokens of one choice each, and no choice that isn't theirs.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
-from torch.distributed import _functional_collectives as collectives
 
-from twinkle.kernel.ops.moe.routing import Route, route
+from twinkle.kernel.ops.moe.routing import route
+from twinkle.kernel.ops.triton_support import DTYPES, available, launchable
+
+
+class Copies(NamedTuple):
+    """Rows of which each is needed in some places.
+
+    Attributes:
+        sources: ``[M]``, which row each place has.
+        places: ``[N, P]`` contiguous, the places of each row; -1 for none.
+    """
+
+    sources: torch.Tensor
+    places: torch.Tensor
 
 
 class Dispatch(NamedTuple):
     """What the way back needs.
 
     Attributes:
-        to: which of this process's rows went where.
+        away: which of this process's tokens went where.
+        inside: which of the rows that came in each of this process's choices works on.
         sent, received: rows to and from each process.
-        arrived: ``[N, H]``, the rows as they came in.
-        weights: ``[T, K]``, the router's.
+        rows: ``[S, H]``, what the experts of this process work on.
+        weights: ``[S, 1]``, the router's.
     """
 
-    to: Route
+    away: Copies
+    inside: Copies
     sent: list[int]
     received: list[int]
-    arrived: torch.Tensor
+    rows: torch.Tensor
     weights: torch.Tensor
 
 
@@ -44,86 +62,126 @@ def dispatch(
         weights: ``[T, K]``.
 
     Returns:
-        what :func:`combine` needs, and the local expert ``[N]`` of each row that came in.
+        what :func:`combine` needs, and the local expert ``[S]`` of each of its rows.
     """
-    processes = dist.get_world_size(group)
+    processes, choices = dist.get_world_size(group), index.shape[1]
     own = experts // processes
-    to = route(index, experts)
-    counts = torch.diff(to.ends, prepend=to.ends.new_zeros(1))
+    owners = torch.div(index, own, rounding_mode="floor")
+    is_owner = owners[:, None] == torch.arange(processes, device=x.device)[:, None]  # [T, P, K]
+    wanted = is_owner.any(-1)
+    counts = torch.stack((wanted.sum(0), is_owner.sum((0, 2))), 1)
     theirs = torch.empty_like(counts)
     dist.all_to_all_single(theirs, counts, group=group)
-    # One copy to the host, and it must be waited for: sizes that are read early are garbage.
-    sizes = torch.stack([counts.view(processes, own).sum(1), theirs.view(processes, own).sum(1)]).tolist()
-    sent, received = sizes
-    rows = _Rows.apply(x, to, sum(sent))
-    arrived = _exchanged(rows, received, sent, group)
-    local = torch.arange(own, device=x.device).repeat(processes).repeat_interleave(theirs, output_size=sum(received))
-    return Dispatch(to, sent, received, arrived, weights), local
+    numbers = torch.cat((counts[:, 0], theirs[:, 0], theirs[:, 1]))
+    away = _copies(wanted)
+    # The router's choices and weights go along, in numbers that hold both.
+    exact = torch.promote_types(weights.dtype, torch.float32)
+    table = torch.cat((weights.to(exact), index.to(exact)), 1)
+    # All that doesn't need the sizes is under way. They must be waited for: those that are read early are garbage.
+    sizes: list[int] = numbers.tolist()
+    sent, received, slots = sizes[:processes], sizes[processes:-processes], sum(sizes[-processes:])
+    away = away._replace(sources=away.sources[: sum(sent)])
+    arrived, table = _Exchange.apply(sent, received, group, _Spread.apply(x, *away), _Spread.apply(table, *away))
+    local = table.detach()[:, choices:].to(index.dtype) - dist.get_rank(group) * own
+    to = route(local, own)
+    inside = Copies(to.tokens[:slots], to.places)
+    given = _Spread.apply(table[:, :choices].reshape(-1, 1), to.slots[:slots], to.places.reshape(-1, 1))
+    found = Dispatch(away, inside, sent, received, _Spread.apply(arrived, *inside), given.to(weights.dtype))
+    ends = torch.diff(to.ends, prepend=to.ends.new_zeros(1))
+    return found, torch.arange(own, device=x.device).repeat_interleave(ends, output_size=slots)
 
 
 def combine(results: torch.Tensor, sent: Dispatch, group: dist.ProcessGroup) -> torch.Tensor:
-    """Sends the experts' results ``[N, H]`` back and adds them up: ``[T, H]`` for this process's tokens."""
-    rows = _exchanged(results, sent.sent, sent.received, group)
-    return _Sums.apply(rows, sent.weights, sent.to)  # type: ignore[no-any-return]
+    """Adds up the experts' results ``[S, H]`` and sends them back: ``[T, H]`` for this process's tokens."""
+    (rows,) = _Exchange.apply(sent.received, sent.sent, group, _Gathered.apply(results, *sent.inside))
+    return _Gathered.apply(rows, *sent.away)  # type: ignore[no-any-return]
 
 
-# A row goes to several places and comes back from them. Both ways, and in both gradients, it is gathered by indexing:
-# adding rows up where they belong, which autograd would do, sorts them first and is many times slower; and the backward
-# of index_select is wrong in some releases of torch_npu.
+def _copies(wanted: torch.Tensor) -> Copies:
+    """Of the rows that are ``wanted [N, P]``, column by column; behind their sources lies what means nothing."""
+    rows, columns = wanted.shape
+    flat = wanted.t().reshape(-1)
+    at = flat.cumsum(0) - 1
+    sources = at.new_empty(len(flat) + 1)  # one more for what isn't wanted
+    row = torch.arange(rows, device=wanted.device).repeat(columns)
+    sources.scatter_(0, at.masked_fill(~flat, len(flat)), row)
+    return Copies(sources, at.masked_fill(~flat, -1).view(columns, rows).t().contiguous())
 
 
-class _Rows(torch.autograd.Function):
-    """``[S, H]``: each slot's token's row, sorted by expert; the first ``total`` slots have one."""
+# A row goes to several places, and what is made of it there is added up again: the one is the other's gradient. Both
+# gather by indexing: adding rows up where they belong, which autograd would do, sorts them first and is many times
+# slower; and the backward of index_select is wrong in some releases of torch_npu.
+
+
+class _Spread(torch.autograd.Function):
+    """``[M, H]``: a copy of a row of ``[N, H]`` in each place."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, to: Route, total: int) -> torch.Tensor:
-        ctx.save_for_backward(to.places)
-        return x[to.slots[:total] // to.top_k]
+    def forward(ctx: Any, rows: torch.Tensor, sources: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(sources, places)
+        return rows[sources]
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (places,) = ctx.saved_tensors
-        return _chosen(grad, places).sum(1), None, None
+        return _Gathered.apply(grad, *ctx.saved_tensors), None, None
 
 
-class _Sums(torch.autograd.Function):
-    """``[T, H]``: each token's rows, by its weights."""
+class _Gathered(torch.autograd.Function):
+    """``[N, H]``: the sum of what ``[M, H]`` has in the places of each row."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, to: Route) -> torch.Tensor:
-        ctx.save_for_backward(rows, weights, to.places, to.slots)
-        chosen = _chosen(rows, to.places)
-        if weights.dtype == rows.dtype:  # one pass, adding up in fp32
-            sums = rows.new_empty(len(chosen), rows.shape[1])
-            torch.bmm(weights[:, None], chosen, out=sums[:, None])
-            return sums  # and no view, which a model couldn't add to in place
-        return (chosen * weights[..., None]).sum(1).to(rows.dtype)
+    def forward(ctx: Any, rows: torch.Tensor, sources: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(sources, places)
+        combine = _by_triton()
+        if combine and len(rows) and launchable(rows.device) and rows.dtype in DTYPES:
+            return combine(rows.contiguous(), places, None, rows.dtype)  # type: ignore[no-any-return]
+        # A row of zeros at the end is for places that there aren't. Choice by choice, since all of them at once would
+        # take as much memory again as what all experts work on.
+        rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+        places = places.long().masked_fill(places < 0, len(rows) - 1)
+        total = torch.zeros(
+            len(places), rows.shape[1], dtype=torch.promote_types(rows.dtype, torch.float32), device=rows.device
+        )
+        for column in places.unbind(1):
+            total += rows[column]
+        return total.to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _Spread.apply(grad, *ctx.saved_tensors), None, None
+
+
+@functools.cache
+def _by_triton() -> Callable[..., torch.Tensor] | None:
+    """The same in one pass, where Triton runs."""
+    if not available()[0]:
+        return None
+    from twinkle.kernel.ops.moe.triton_launch import combine
+
+    return combine
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows in pieces for each process, in the place of pieces from each; the gradients go the other way.
+
+    All tensors in one function, so that every process sends their gradients in the same order.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, sent: list[int], received: list[int], group: dist.ProcessGroup, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.there = sent, received, group
+        return tuple(_exchanged(tensor, sent, received, group) for tensor in tensors)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        rows, weights, places, slots = ctx.saved_tensors
-        drows = dweights = None
-        if ctx.needs_input_grad[0]:
-            slots = slots[: len(rows)]
-            drows = (grad[slots // places.shape[1]] * weights.reshape(-1)[slots, None]).to(rows.dtype)
-        if ctx.needs_input_grad[1]:
-            dweights = torch.bmm(_chosen(rows, places), grad[..., None]).squeeze(-1).to(weights.dtype)
-        return drows, dweights, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        sent, received, group = ctx.there
+        return None, None, None, *(_exchanged(grad, received, sent, group) for grad in grads)
 
 
-def _chosen(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """``[T, K, H]``: what a token's choices gave; zeros for one that names no expert."""
-    if len(rows) == places.numel():
-        return rows[places.long()]
-    # A row of zeros at the end is for choices without an expert.
-    rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-    return rows[places.long().masked_fill(places < 0, len(rows) - 1)]
-
-
-def _exchanged(rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """Rows in pieces from each process for pieces to each; the gradient goes the other way."""
-    # The module is private by name; what is public has no gradient, or is deprecated in favour of this.
-    exchanged = collectives.all_to_all_single_autograd(rows.contiguous(), received, sent, group)
-    return exchanged.wait() if isinstance(exchanged, collectives.AsyncCollectiveTensor) else exchanged
+def _exchanged(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    found = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
+    return found

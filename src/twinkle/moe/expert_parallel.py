@@ -108,7 +108,7 @@ def _cut(parameter: torch.Tensor, part: Part) -> nn.Parameter:
 
 
 def _send(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Before the experts: other processes' tokens in the place of this one's, each for one expert."""
+    """Before the experts: other processes' tokens in the place of this one's, once for each of their experts here."""
     # Named arguments may come in any order.
     bound = _signature(type(module).forward).bind(module, *args, **kwargs)
     _, x, index, weights = bound.args
@@ -116,7 +116,7 @@ def _send(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
     assert part is not None
     under_way, local = dispatch(x, index, weights, part.experts, part.group)
     module._twinkle_under_way = under_way
-    return (under_way.arrived, local[:, None], weights.new_ones(len(local), 1)), {}
+    return (under_way.rows, local[:, None], under_way.weights), {}
 
 
 @functools.lru_cache(maxsize=64)
@@ -128,12 +128,13 @@ def _fetch(module: Any, args: tuple[Any, ...], results: torch.Tensor) -> torch.T
     """After the experts: the results for this process's tokens."""
     under_way: Dispatch = module._twinkle_under_way
     module._twinkle_under_way = None
-    if not len(under_way.arrived):
+    if not len(under_way.rows):
         # Nothing came in. What is sent back must hang on what came and on the weights all the same: the backward is a
         # collective, which every process has to reach, and so is FSDP's reduction of the weights' gradients. Adapters
         # are behind the attributes while they are at work.
         stacks = (getattr(module, name, None) for name in STACKS)
-        results = under_way.arrived + sum(stack.flatten()[:0].sum() for stack in stacks if stack is not None)
+        nothing = sum(stack.flatten()[:0].sum() for stack in stacks if stack is not None)
+        results = under_way.rows * under_way.weights + nothing
     part = part_of(module)
     assert part is not None
     return combine(results, under_way, part.group)

@@ -37,7 +37,7 @@ def _results(
     products = products_for(x, stacks, variant)
     product, projected = products.up(x, to, stacks, variant, keep)
     y = products.down(product, to, stacks, variant)
-    return launch.combine(y, to, weights.contiguous(), x.dtype), projected, to
+    return launch.combine(y, to.places, weights.contiguous(), x.dtype), projected, to
 
 
 def products_for(x: torch.Tensor, stacks: Stacks, variant: MoeExpertsVariant) -> Any:
@@ -71,7 +71,7 @@ def _gradients(
     found: list[torch.Tensor | None] = [None] * 6
     if needed[0]:
         dx = products.input_gradient(dprojected, to, stacks, variant)
-        found[0] = launch.combine(dx, to, None, x.dtype)
+        found[0] = launch.combine(dx, to.places, None, x.dtype)
     known = (index >= 0) & (index < stacks[0].shape[0])
     expert = index.long().where(known, 0)
     down_bias = stacks[3]

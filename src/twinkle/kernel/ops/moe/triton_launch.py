@@ -179,18 +179,23 @@ def rows(
     return out
 
 
-def combine(y: torch.Tensor, route: Route, weights: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """``[T, H]``: for each token the sum of its slots' rows of ``y [S, H]``, weighted by ``weights [T, K]``."""
-    tokens, width = route.places.shape[0], y.shape[1]
+def combine(y: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """``[T, H]``: for each token the sum of the rows of ``y [S, H]`` in its places, weighted by ``weights [T, K]``.
+
+    Args:
+        places: ``[T, K]`` contiguous; -1 for none.
+    """
+    (tokens, top_k), width = places.shape, y.shape[1]
     out = torch.empty(tokens, width, dtype=dtype, device=y.device)
-    key = ("combine", y.shape, y.dtype, tokens, None if weights is None else weights.dtype, dtype, y.device)
+    types = y.dtype, places.dtype, None if weights is None else weights.dtype, dtype
+    key = ("combine", tokens, top_k, width, types, y.device)
     program = _programs.get(key)
     if program is None:
         columns = min(1024, triton.next_power_of_2(width))
         constants = {"WEIGHTED": weights is not None, "COLUMNS": columns}
-        launch = Launch((tokens, triton.cdiv(width, columns)), (width, route.top_k, width), constants, 4)
+        launch = Launch((tokens, triton.cdiv(width, columns)), (width, top_k, width), constants, 4)
         program = _programs.add(key, Program(kernels.combine_kernel, launch))
-    program(y, route.places, weights, out)
+    program(y, places, weights, out)
     return out
 
 
