@@ -18,7 +18,7 @@ from twinkle.bench.results import read
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = (
-    *("ops", "host", "step", "step_moe", "loss", "moe", "attention"),
+    *("ops", "host", "step", "step_fused", "step_moe", "loss", "moe", "attention"),
     *("distributed", "training", "kernelize", "model", "aten", "sweep", "aten_model"),
 )
 PAGES = ("benchmarks.md", "cookbook.md", "ops.md")

@@ -60,7 +60,7 @@ def host(files: Files, text: dict[str, str], device: str) -> str:
     return "\n\n".join([run_line(name, files[name], text), *(_op_table(one, text) for one in tables)])
 
 
-STEP_PROGRAMS = ("step", "step_moe")
+STEP_PROGRAMS = ("step", "step_fused", "step_moe")
 """Files of the program ``step``, a model each."""
 
 STEP_COLUMNS = ("peak_memory_gb", "gpu_busy_ms", "kernels", "first_step_s", "graphs", "graph_breaks")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 import hypothesis
@@ -18,6 +19,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from twinkle.kernel import plugins, registry
 from twinkle.kernel.testing import register_test_backends, unregister_test_backends
+
+
+@pytest.fixture(autouse=True)
+def the_same_numbers() -> None:
+    """Random ones are the same at each run, whatever ran before: so is a failure."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

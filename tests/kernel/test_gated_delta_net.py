@@ -250,11 +250,15 @@ def test_what_is_missing_is_told(package: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("normalised", [True, False])
 def test_what_a_rule_is_asked_reaches_the_library(package: Path, normalised: bool, name: str) -> None:
     write_package(package)
-    tensors, states, bounds = inputs(9), torch.randn(2, 3, 16, 8), torch.tensor([0, 4, 9])
+    tensors, bounds = inputs(9), torch.tensor([0, 4, 9])
+    states = torch.randn(2, 3, 16, 8, generator=torch.Generator().manual_seed(1))
     options = {"initial_state": states, "output_final_state": True, "use_qk_l2norm_in_kernel": normalised}
     found = library.load("fla")[name](*tensors, **options, cu_seqlens=bounds)
     expected = reference.recurrent(*tensors, states, True, normalised, bounds)
-    torch.testing.assert_close(found, expected)
+    exact = [tensor.double() for tensor in tensors]
+    right = reference.recurrent(*exact, states.double(), True, normalised, bounds, compute_dtype=torch.float64)
+    used = [allowed_error_used(*one) for one in zip(found, expected, right, strict=True)]
+    assert max(used) <= 1, used
 
 
 @pytest.mark.parametrize("bounds", [None, torch.tensor([0, 4, 9])])
@@ -286,6 +290,38 @@ def test_the_librarys_recurrent_rule_is_not_for_training(package: Path, monkeypa
     assert found["torch_chunk_gated_delta_rule"].accepts_call(*tensors) is None
     with torch.no_grad():
         assert rule.accepts_call(*tensors) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton", "wrong"),
+    [
+        ((9, 0), "3.3.1", False),
+        ((9, 0), "3.4.0", True),
+        ((9, 0), "3.6.0", True),
+        ((9, 0), "3.7.0", True),
+        ((9, 0), "3.7.1", False),
+        ((9, 0), "3.10.0", False),
+        ((8, 0), "3.6.0", False),
+        ((10, 0), "3.6.0", False),
+    ],
+)
+def test_a_gradient_that_triton_compiles_wrongly_is_not_asked_for(
+    package: Path, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], triton: str, wrong: bool
+) -> None:
+    write_package(package)
+    monkeypatch.setattr(library, "DEVICES", ("cpu",))
+    rule, tensors = library.load("fla")["torch_chunk_gated_delta_rule"], inputs(5)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(library, "version_of", lambda name: triton)
+    ask = library.wrong_gradient.__wrapped__  # what it was asked before is another machine's
+    found = ask(torch.device("cuda"))
+    assert (f"Triton {triton} computes the gradient" in (found or "")) is wrong
+    monkeypatch.setattr(library, "wrong_gradient", lambda device: found)
+    assert rule.accepts_call(*tensors) is None, "nobody wants it"
+    tensors[0].requires_grad_()
+    assert rule.accepts_call(*tensors) == found
+    (package / "tilelang.py").write_text("")  # which has kernels of its own for it
+    assert ask(torch.device("cuda")) is None and ask(torch.device("cpu")) is None
 
 
 def test_which_calls_are_for_the_library(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:

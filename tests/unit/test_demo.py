@@ -155,6 +155,10 @@ def _broken(outcome: Outcome) -> dict[str, tuple[Outcome, str]]:
     return {
         "nothing installed": (replace(outcome, report=_with_rows(outcome, state="kept")), "no kernel could be"),
         "never called": (replace(outcome, report=_with_rows(outcome, calls=0)), "never called: "),
+        "none served": (
+            replace(outcome, report=_with_rows(outcome, calls=0, fallbacks={"too small": 3})),
+            "RMSNorm: too small",
+        ),
         "gradient off": (replace(outcome, first_step=[*outcome.first_step, ("bad", 1.01)]), "worst, bad, uses 101%"),
         "loss off": (replace(outcome, kernelized=shifted), "of what rounding alone may do"),
         "not learning": (replace(outcome, kernelized=flat), "nats a byte"),
@@ -171,6 +175,16 @@ def test_a_broken_promise_is_shown_and_makes_the_exit_code_1(outcome: Outcome, s
         assert result.exit_code == 1, case
         assert "FAILED" in result.output and why in " ".join(result.output.split()), case
         assert "checks failed" in source and why in source, case
+
+
+def test_a_kernel_that_leaves_these_calls_to_the_original_is_no_broken_promise(outcome: Outcome, shown: Any) -> None:
+    """As that of a gated MLP does on a GPU, where the demo's is too small for it; it is told."""
+    first, *others = outcome.report["rows"]
+    assert first["state"] == "installed"
+    declines = outcome.report | {"rows": [first | {"calls": 0, "fallbacks": {"too small": 3}}, *others]}
+    result, _ = shown(replace(outcome, report=declines))
+    assert result.exit_code == 0
+    assert f"none served of {first['target']}: too small" in " ".join(result.output.split())
 
 
 def test_losses_are_judged_by_the_spread_of_the_originals_own() -> None:

@@ -51,6 +51,7 @@ FIGURES = {
     "first_loss": "of a training, before its first step",
     "last_loss": "the mean of its last ten",
     "loss": "of the first step: all candidates have the same weights and the same batch",
+    "skipped": "the share of an attention mask's blocks in which nothing is kept",
     "step_memory_gb": "the most memory that tensors of one step held at a time, beyond what was there before it, in GB",
     "sites": "places of the model that the kernel serves",
     "calls": "calls of the kernel in one step",

@@ -147,7 +147,10 @@ class Outcome:
         return all(check.passed for check in self.checks())
 
     def _called(self) -> Check:
-        silent = [row["target"] for row in self.installed if not row["calls"] and not row["compiled"]]
+        served = [row for row in self.installed if row["calls"] or row["compiled"]]
+        others = [row for row in self.installed if row not in served]
+        silent = [row["target"] for row in others if not row["fallbacks"]]
+        declined = [f"{row['target']}: {', '.join(row['fallbacks'])}" for row in others if row["fallbacks"]]
         fallbacks = sum(sum(row["fallbacks"].values()) for row in self.installed)
         calls = sum(row["calls"] for row in self.installed)
         sites = sum(row["instances"] or 0 for row in self.installed)
@@ -156,7 +159,9 @@ class Outcome:
             detail = "no kernel could be installed"
         elif silent:
             detail += f"; never called: {', '.join(silent)}"
-        return Check("Kernels were installed and called", bool(self.installed) and not silent, detail)
+        if declined:  # a kernel says of each call whether it is for it
+            detail += f"; none served of {'; '.join(declined)}"
+        return Check("Kernels were installed and called", bool(served) and not silent, detail)
 
     def _first_step(self) -> Check:
         name, used = max(self.first_step, key=lambda pair: pair[1])

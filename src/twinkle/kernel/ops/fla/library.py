@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-import importlib.metadata
 import importlib.util
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.torch_version import TorchVersion
 
 from twinkle.environment import switch
 from twinkle.kernel.ops.fla.calls import functions
+from twinkle.naming import version_of
 from twinkle.platforms import platform_of
 from twinkle.reasons import Reason
 
@@ -126,7 +128,7 @@ def load(target: Any) -> dict[str, Callable[..., Any]]:
         out, _ = convolve(x=x, weight=weight, bias=bias, activation=activation, cu_seqlens=bounds)
         return out.transpose(1, 2)
 
-    return functions(rule(chunk), rule(fused_recurrent), convolution, _reason, _reason, _recurrent_reason)
+    return functions(rule(chunk), rule(fused_recurrent), convolution, _chunk_reason, _reason, _recurrent_reason)
 
 
 def _reason(*tensors: torch.Tensor | None) -> str | None:
@@ -140,8 +142,38 @@ def _reason(*tensors: torch.Tensor | None) -> str | None:
     return None
 
 
+def _chunk_reason(*tensors: torch.Tensor | None) -> str | None:
+    """The same of the chunked rule, whose gradient some versions of Triton compile wrongly."""
+    first = tensors[0]
+    assert first is not None
+    return _reason(*tensors) or (wrong_gradient(first.device) if _wants_gradient(tensors) else None)
+
+
 def _recurrent_reason(*tensors: torch.Tensor | None) -> str | None:
     """The same of the recurrent rule, whose backward the library leaves out."""
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+    if _wants_gradient(tensors):
         return "flash-linear-attention's recurrent rule has no gradient"
     return _reason(*tensors)
+
+
+def _wants_gradient(tensors: tuple[torch.Tensor | None, ...]) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+WRONG_FROM, RIGHT_AGAIN = "3.4.0", "3.7.1"
+"""The versions of Triton from and until which that gradient is wrong on Hopper GPUs, by the library's issue 640. It
+refuses it there itself, in the backward; its versions before 0.5 compute it all the same."""
+
+
+@functools.lru_cache(maxsize=64)
+def wrong_gradient(device: torch.device) -> str | None:
+    """Why the gradient of the chunked rule can't be had on a device; None where it can."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+    triton = TorchVersion(version_of("triton") or "0")
+    if not WRONG_FROM <= triton < RIGHT_AGAIN or importlib.util.find_spec("tilelang") is not None:
+        return None
+    return (
+        f"Triton {triton} computes the gradient of flash-linear-attention's chunked rule wrongly on this GPU: "
+        f"Triton {RIGHT_AGAIN} or the package tilelang is needed"
+    )

@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from twinkle.kernel.ops.sdpa_attention.inputs import Inputs, mean_of_values
 from twinkle.kernel.ops.sdpa_attention.masks import Remembered, can_be_asked
 
-QUERIES: dict[str, int] = {}
+QUERIES: dict[str, int] = {"cuda": 4096}
 """Device type -> from how many queries on it was measured faster than ``F.scaled_dot_product_attention``, for every
 kind of mask of which enough can be skipped, forward and backward.
 ``python -m benchmarks.attention --json benchmarks/results/TYPE/attention.json`` measures; its last line is what belongs
