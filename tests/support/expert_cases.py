@@ -259,3 +259,6 @@ CASES: dict[str, Callable[[DeviceMesh], None]] = {
     "saved and loaded": saved_and_loaded,
     "refused": refused,
 }
+
+INTERPRETED = {name: CASES[name] for name in ("sent once", "one step of qwen3_moe", "processes without tokens")}
+"""Those in which Triton's programs sort and add up rows, where they are interpreted. A process has its own."""

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from twinkle.kernel.ops.moe.routing import route
+from twinkle.kernel.ops.moe.routing import Route, route
 from twinkle.kernel.ops.triton_support import DTYPES, available, launchable
 
 
@@ -66,24 +66,23 @@ def dispatch(
     """
     processes, choices = dist.get_world_size(group), index.shape[1]
     own = experts // processes
-    owners = torch.div(index, own, rounding_mode="floor")
-    is_owner = owners[:, None] == torch.arange(processes, device=x.device)[:, None]  # [T, P, K]
-    wanted = is_owner.any(-1)
-    counts = torch.stack((wanted.sum(0), is_owner.sum((0, 2))), 1)
+    owners, everybody = torch.div(index, own, rounding_mode="floor"), torch.arange(processes, device=x.device)
+    is_owner = owners[:, None] == everybody[:, None]  # [T, P, K]
+    to = _sorted(everybody.where(is_owner.any(-1), processes), processes)
+    counts = torch.stack((torch.diff(to.ends, prepend=to.ends.new_zeros(1)), is_owner.sum((0, 2))), 1)
     theirs = torch.empty_like(counts)
     dist.all_to_all_single(theirs, counts, group=group)
     numbers = torch.cat((counts[:, 0], theirs[:, 0], theirs[:, 1]))
-    away = _copies(wanted)
     # The router's choices and weights go along, in numbers that hold both.
     exact = torch.promote_types(weights.dtype, torch.float32)
     table = torch.cat((weights.to(exact), index.to(exact)), 1)
     # All that doesn't need the sizes is under way. They must be waited for: those that are read early are garbage.
     sizes: list[int] = numbers.tolist()
     sent, received, slots = sizes[:processes], sizes[processes:-processes], sum(sizes[-processes:])
-    away = away._replace(sources=away.sources[: sum(sent)])
+    away = Copies(to.tokens[: sum(sent)], to.places)
     arrived, table = _Exchange.apply(sent, received, group, _Spread.apply(x, *away), _Spread.apply(table, *away))
     local = table.detach()[:, choices:].to(index.dtype) - dist.get_rank(group) * own
-    to = route(local, own)
+    to = _sorted(local, own)
     inside = Copies(to.tokens[:slots], to.places)
     given = _Spread.apply(table[:, :choices].reshape(-1, 1), to.slots[:slots], to.places.reshape(-1, 1))
     found = Dispatch(away, inside, sent, received, _Spread.apply(arrived, *inside), given.to(weights.dtype))
@@ -97,15 +96,11 @@ def combine(results: torch.Tensor, sent: Dispatch, group: dist.ProcessGroup) -> 
     return _Gathered.apply(rows, *sent.away)  # type: ignore[no-any-return]
 
 
-def _copies(wanted: torch.Tensor) -> Copies:
-    """Of the rows that are ``wanted [N, P]``, column by column; behind their sources lies what means nothing."""
-    rows, columns = wanted.shape
-    flat = wanted.t().reshape(-1)
-    at = flat.cumsum(0) - 1
-    sources = at.new_empty(len(flat) + 1)  # one more for what isn't wanted
-    row = torch.arange(rows, device=wanted.device).repeat(columns)
-    sources.scatter_(0, at.masked_fill(~flat, len(flat)), row)
-    return Copies(sources, at.masked_fill(~flat, -1).view(columns, rows).t().contiguous())
+def _sorted(index: torch.Tensor, owners: int) -> Route:
+    """Which of ``owners`` each choice ``[N, K]`` is for, in as few launches as there may be."""
+    programs = _by_triton()
+    by = programs.route if programs and launchable(index.device) and index.numel() else route
+    return by(index, owners)
 
 
 # A row goes to several places, and what is made of it there is added up again: the one is the other's gradient. Both
@@ -132,9 +127,9 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, sources: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(sources, places)
-        combine = _by_triton()
-        if combine and len(rows) and launchable(rows.device) and rows.dtype in DTYPES:
-            return combine(rows.contiguous(), places, None, rows.dtype)  # type: ignore[no-any-return]
+        programs = _by_triton()
+        if programs and len(rows) and launchable(rows.device) and rows.dtype in DTYPES:
+            return programs.combine(rows.contiguous(), places, None, rows.dtype)
         # A row of zeros at the end is for places that there aren't. Choice by choice, since all of them at once would
         # take as much memory again as what all experts work on.
         rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
@@ -151,14 +146,19 @@ class _Gathered(torch.autograd.Function):
         return _Spread.apply(grad, *ctx.saved_tensors), None, None
 
 
+class _Programs(NamedTuple):
+    route: Callable[..., Route]
+    combine: Callable[..., torch.Tensor]
+
+
 @functools.cache
-def _by_triton() -> Callable[..., torch.Tensor] | None:
-    """The same in one pass, where Triton runs."""
+def _by_triton() -> _Programs | None:
+    """Who sorts and adds up in fewer passes, where Triton runs."""
     if not available()[0]:
         return None
-    from twinkle.kernel.ops.moe.triton_launch import combine
+    from twinkle.kernel.ops.moe import triton_launch, triton_routing
 
-    return combine
+    return _Programs(triton_routing.route, triton_launch.combine)
 
 
 class _Exchange(torch.autograd.Function):
