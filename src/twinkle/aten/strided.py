@@ -26,7 +26,8 @@ TRANSPOSING = {
     8: ((64, 64, 8), (64, 64, 4)),
 }
 """Item size -> a tile's rows, along which the source is dense, its columns, along which the destination is, and warps:
-where each of them begins at a multiple of 16 bytes, and where not. As measured on an H200."""
+where each of them begins at a multiple of 16 bytes, and where not. As measured on an H200;
+``python -m benchmarks.tune_copies`` measures."""
 LEAST = 16
 """Of fewer neighbours no tile is made."""
 MOST_FEW = 4
