@@ -135,7 +135,9 @@ def curve(mesh: DeviceMesh, ep: int, lora: str | None, few: bool = False) -> Non
         originals = [_alone(adapted, few, order).gradients[name] for order in range(ORDERS)]
         used = min(allowed_error_used(gradient, original, exact[name]) for original in originals)
         assert used <= 1, f"{name}: {used}"
-    torch.testing.assert_close(torch.tensor(ours.norms), torch.tensor(single.norms), rtol=1e-4, atol=0.0)
+    norms = [_alone(adapted, few, order).norms for order in range(ORDERS)]
+    used = [step.used for step in judge_losses(ours.norms, norms)]
+    assert max(used) <= 1, f"the norms of all gradients: {used}"
 
     again = new_model(adapted, few)
     load_state_dict(again, ours.model)
