@@ -66,7 +66,7 @@ def distinct_programs(op: str, direction: str, width: int) -> Iterator[tuple[int
 
 def runner(op: str, direction: str, width: int, elements: int) -> Callable[[], Any]:
     """A call that launches one kernel, as configured now, on bf16 tensors of about ``elements`` elements."""
-    from twinkle.triton_programs import Program, workspace
+    from twinkle.triton_programs import Program
 
     rows = max(1, elements // width)
     if op == "rms_norm":
@@ -75,12 +75,11 @@ def runner(op: str, direction: str, width: int, elements: int) -> Callable[[], A
         x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
         weight = torch.randn(width, device="cuda", dtype=torch.bfloat16)
         y, dx, dw = torch.empty_like(x), torch.empty_like(x), torch.empty_like(weight)
-        rstd = x.float().square().mean(-1).rsqrt()
         if direction == "forward":
             call = norm.forward(Program, x, weight, None, y, (1e-6, 0.0, "before"))
-            return lambda: call(x, weight, None, y, rstd)
-        call = norm.backward(Program, workspace, y, x, weight, None, (dx, dw, None), 0.0)
-        return lambda: call(y, x, weight, None, rstd, dx, dw, None)
+            return lambda: call(x, weight, None, y)
+        call = norm.backward(Program, y, x, weight, None, (dx, dw, None), 1e-6, 0.0)
+        return lambda: call(y, x, weight, None, dx, dw, None)
     if op == "glu":
         from twinkle.kernel.ops.glu import triton as glu
 
@@ -104,7 +103,7 @@ def runner(op: str, direction: str, width: int, elements: int) -> Callable[[], A
             call = qk_launch.forward(Program, q, k, outputs, cos, sin, kind)
             return lambda: call(q, k, *outputs, *weights, cos, sin)
         dq, dk, *dw = (torch.empty_like(t) for t in (q, k, *weights))
-        call = qk_launch.backward(Program, workspace, outputs, q, k, dq, dk, cos, sin, kind, True)
+        call = qk_launch.backward(Program, outputs, q, k, dq, dk, cos, sin, kind, True)
         return lambda: call(*outputs, q, k, dq, dk, *weights, cos, sin, *dw)
     call = rotary._launched(Program, (q, k), outputs, cos, sin, 0, 1, direction == "backward")
     return lambda: call(q, k, *outputs, cos, sin)

@@ -65,3 +65,11 @@ def saved_tensors(ctx: Any, kernel: str) -> tuple[Any, ...]:
                 f"copy instead: write x = x + y in the place of x += y, or leave {kernel} out for this model"
             )
         raise
+
+
+def quick_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply`` without its preparations for transforms of torch.func: of a small function's forward, a third.
+
+    For calls outside of such transforms, of tensors that are no leftovers of one.
+    """
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc, no-any-return]

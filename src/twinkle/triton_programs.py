@@ -65,6 +65,7 @@ class Launch(NamedTuple):
     """Everything of one kernel launch but its tensors: grid, the arguments after the tensors, compile-time values.
 
     ``views`` are the dtypes as whose elements the kernel sees the first tensors' memory; None leaves a tensor its own.
+    ``scratch`` are the sizes of a :class:`Workspace` whose floats and counters come after the tensors; None for none.
     """
 
     grid: tuple[int, ...]
@@ -72,6 +73,11 @@ class Launch(NamedTuple):
     constants: dict[str, Any]
     warps: int
     views: tuple[torch.dtype | None, ...] = ()
+    scratch: tuple[int, int] | None = None
+
+
+NO_SCRATCH = None, None
+"""The first scalars of a kernel that would have a Workspace, where it needs none."""
 
 
 class Program:
@@ -87,7 +93,7 @@ class Program:
     def __init__(self, kernel: Any, launch: Launch) -> None:
         self.kernel = kernel
         self.launch = launch
-        self._start: Callable[..., None] | None = None
+        self._start: Callable[[list[Any]], None] | None = None
         self._rest: tuple[Any, ...] = ()
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
@@ -100,18 +106,22 @@ class Program:
                 pointer = tensor.data_ptr()
                 addresses |= pointer
             pointers.append(pointer)
+        room = None
+        if self.launch.scratch is not None:
+            room = workspace(tensors[0], *self.launch.scratch)  # type: ignore[arg-type]
+            pointers += room.addresses
         # Programs are compiled for pointers that are multiples of 16; others take Triton's own way.
         aligned = addresses % 16 == 0
         if aligned and self._start is not None:
             pointers += self._rest
             self._start(pointers)
         else:
-            self._as_triton_does(tensors, aligned)
+            self._as_triton_does(tensors if room is None else (*tensors, room.floats, room.counters), aligned)
 
     def _as_triton_does(self, tensors: tuple[torch.Tensor | None, ...], aligned: bool) -> None:
         first = tensors[0]
         assert first is not None
-        grid, scalars, constants, warps, views = self.launch
+        grid, scalars, constants, warps, views, _ = self.launch
         with on_device(first):
             program = self.kernel[grid](*_seen_as(tensors, views), *scalars, **constants, num_warps=warps)
         if aligned and hasattr(program, "packed_metadata"):  # an interpreter gives nothing back
@@ -142,10 +152,12 @@ def _start(program: Any, grid: tuple[int, ...], device: torch.device) -> Callabl
     start = quick or (lambda arguments: program[grid](*arguments))
     if not several_devices(device.type):
         return start
-    module = torch.get_device_module(device)
+    module, index = torch.get_device_module(device), device.index
+    # The same without asking each time whether CUDA was initialised.
+    current_device = torch._C._cuda_getDevice if device.type == "cuda" else module.current_device
 
     def start_there(arguments: list[Any]) -> None:
-        if module.current_device() == device.index:
+        if current_device() == index:
             start(arguments)
         else:
             with module.device(device):
@@ -188,7 +200,10 @@ class Traced:
         self.launch = launch
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
-        grid, scalars, constants, warps, _ = self.launch
+        grid, scalars, constants, warps, _, scratch = self.launch
+        if scratch is not None:
+            room = Workspace(tensors[0].device, *scratch)  # type: ignore[union-attr]
+            tensors = (*tensors, room.floats, room.counters)
         self.kernel[grid](*tensors, *scalars, **constants, num_warps=warps)
 
 
@@ -222,26 +237,30 @@ class Workspace:
     """Scratch memory of one stream, whose launches follow one another: counters that every launch leaves as zeros, and
     room for partial sums."""
 
-    __slots__ = ("counters", "floats", "size")
-
     def __init__(self, device: torch.device, counters: int, floats: int) -> None:
         self.counters = torch.zeros(counters, dtype=torch.int32, device=device)
         self.floats = torch.empty(floats, dtype=torch.float32, device=device)
         self.size = counters, floats
 
+    @functools.cached_property
+    def addresses(self) -> tuple[int, int]:
+        """What a launch needs of it. Asked for only then, since in a compiler's hands the tensors have none."""
+        return self.floats.data_ptr(), self.counters.data_ptr()
+
 
 _workspaces: dict[tuple[int, int], Workspace] = {}
 
 
-def workspace(device: torch.device, counters: int, floats: int) -> Workspace:
-    """The current stream's workspace, at least that large.
+def workspace(first: torch.Tensor, counters: int, floats: int) -> Workspace:
+    """The workspace of the current stream of a tensor's device, at least that large.
 
     A captured graph may be replayed beside anything, so it gets one of its own.
     """
-    if device.type != "cuda" or torch._C._cuda_isCurrentStreamCapturing():
-        return Workspace(device, counters, floats)
-    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
+    if not first.is_cuda or torch._C._cuda_isCurrentStreamCapturing():
+        return Workspace(first.device, counters, floats)
+    index = first.get_device()
+    key = index, torch._C._cuda_getCurrentRawStream(index)
     found = _workspaces.get(key)
     if found is None or found.size[0] < counters or found.size[1] < floats:
-        found = _workspaces[key] = Workspace(device, counters, floats)
+        found = _workspaces[key] = Workspace(first.device, counters, floats)
     return found

@@ -108,6 +108,17 @@ def test_transforms_of_torch_func_run_the_original(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LAYERS)
+def test_what_a_transform_has_left_behind_runs_the_original(name: str) -> None:
+    """It has no memory of its own, although it looks like a plain tensor."""
+    original, module, row = pair(name)
+    kept: list[torch.Tensor] = []
+    x, *rest = arguments(name)
+    torch.func.grad(lambda x: (kept.append(x), x.sum())[1])(x)
+    assert torch.equal(module(kept[0], *rest), original(kept[0], *rest))
+    assert row.calls == 0 and ["functorch" in text for text in row.fallbacks] == [True]
+
+
+@pytest.mark.parametrize("name", LAYERS)
 def test_forward_mode_differentiation_runs_the_original(name: str) -> None:
     import torch.autograd.forward_ad as forward_ad
 

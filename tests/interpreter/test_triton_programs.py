@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from tests.support.triton_device import DEVICE, NO_GPU, ON_GPU, laid_out
 from twinkle import triton_programs
@@ -23,7 +24,7 @@ from twinkle.triton_programs import Launch, Program, Workspace, workspace
 class _Kernel:
     """Notes what it is launched with, in the place of a kernel for a GPU."""
 
-    arg_names = ("a", "b", "n", "SIZE")
+    arg_names: tuple[str, ...] = ("a", "b", "n", "SIZE")
 
     def __init__(self) -> None:
         self.compiled: list[tuple[Any, ...]] = []
@@ -101,6 +102,18 @@ def test_a_kernel_sees_memory_as_elements_of_another_dtype(kernel: _Kernel) -> N
     other, _ = tensors(1)
     program(other, None)
     assert kernel.compiled[1][1].base is other, "a misaligned one too"
+
+
+def test_scratch_memory_comes_after_the_tensors(kernel: _Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = Workspace(torch.device("cpu"), 3, 8)
+    monkeypatch.setattr(triton_programs, "workspace", lambda first, counters, floats: room)
+    kernel.arg_names = ("a", "b", "floats", "counters", "n", "SIZE")
+    program, (first, nothing) = Program(kernel, MADE._replace(scratch=(3, 8))), tensors()
+    program(first, nothing)
+    program(first, nothing)
+    assert kernel.compiled == [((7,), first, None, room.floats, room.counters, 5, {"SIZE": 16, "num_warps": 4})]
+    addresses = first.data_ptr(), None, room.floats.data_ptr(), room.counters.data_ptr()
+    assert kernel.quick == [((7, 1, 1), *addresses, 5, 16)]
 
 
 class _Devices:
@@ -220,7 +233,7 @@ def test_counters_are_zeros_after_every_launch(monkeypatch: pytest.MonkeyPatch) 
         rooms.append(workspace(*arguments))
         return rooms[-1]
 
-    monkeypatch.setattr(rms_norm_backend, "workspace", note)
+    monkeypatch.setattr(triton_programs, "workspace", note)
     monkeypatch.setattr(rms_norm_backend, "_layouts", Memory())
     weight = laid_out((8,), torch.float32, "contiguous", 2).requires_grad_()
     for rows in (1, 300, 9000):
@@ -230,17 +243,24 @@ def test_counters_are_zeros_after_every_launch(monkeypatch: pytest.MonkeyPatch) 
     assert len(rooms) == 3
 
 
+def test_a_compiler_makes_scratch_memory_without_addresses() -> None:
+    with FakeTensorMode():
+        room = Workspace(torch.device(DEVICE), 3, 8)
+    assert (room.counters.shape, room.floats.shape) == ((3,), (8,))
+
+
 @pytest.mark.skipif(not ON_GPU, reason=NO_GPU)
 def test_a_stream_keeps_its_workspace_and_a_graph_gets_one_of_its_own() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    first = workspace(device, 4, 100)
-    assert workspace(device, 4, 100) is first
-    larger = workspace(device, 4, first.floats.numel() + 1)
-    assert larger is not first and workspace(device, 1, 1) is larger
+    there = torch.empty(0, device=device)
+    first = workspace(there, 4, 100)
+    assert workspace(there, 4, 100) is first
+    larger = workspace(there, 4, first.floats.numel() + 1)
+    assert larger is not first and workspace(there, 1, 1) is larger
     with torch.cuda.stream(torch.cuda.Stream()):
-        assert workspace(device, 1, 1) is not larger
+        assert workspace(there, 1, 1) is not larger
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        assert workspace(device, 1, 1) is not workspace(device, 1, 1)
+        assert workspace(there, 1, 1) is not workspace(there, 1, 1)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2 or not ON_GPU, reason="needs two GPUs")

@@ -162,6 +162,13 @@ def test_values_that_are_not_finite_stay_in_their_row() -> None:
     assert result[1:3].isnan().any(-1).all() and result[[0, 3]].isfinite().all()
 
 
+def test_without_eps_only_the_rows_that_are_there_count() -> None:
+    """A program has room for more rows, each of zeros, than there are."""
+    for shape in ((3, 16), (1, 24), (5, 100)):
+        inputs = {"x": laid_out(shape, torch.float32, "contiguous", 1), "weight": weight_of(shape[1], torch.float32)}
+        assert_judged(*norm((0.0, "before"), 0.0), lambda _, inputs=inputs: inputs)
+
+
 def test_a_gradient_that_lies_along_more_dimensions_than_the_kernel_follows() -> None:
     for layout in ("a slice with gaps", "last dimension outermost"):
         assert_judged(

@@ -143,6 +143,24 @@ def test_a_sum_and_its_norm(dtype: str) -> None:
     assert compiled_for_gpu(add_kernels.backward_kernel, types, {**shape, **sums}, num_warps=4).asm["cubin"]
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("absent", [("gate", "dgate"), ("gate", "dgate", "dw"), ("w", "gate", "dgate", "dw"), ()])
+def test_the_backward_of_a_norm(dtype: str, absent: tuple[str, ...]) -> None:
+    names = ("dy", "x", "w", "gate", "dx", "dw", "dgate")
+    types = dict.fromkeys((f"{name}_ptr" for name in names), f"*{dtype}")
+    types |= {"rstd_ptr": "*fp32", "partial_ptr": "*fp32", "arrived_ptr": "*i32", "eps": "fp32"}
+    has = {"HAS_WEIGHT": "w" not in absent, "NEEDS_DW": "dw" not in absent}
+    constants = {"OFFSET": 0.0, "FAR": False, **has, **{f"{name}_ptr": None for name in absent}}
+    sums = {} if has["NEEDS_DW"] else {"partial_ptr": None, "arrived_ptr": None}
+    shape = {"HAS_GATE": "gate" not in absent, "ROWS": 2, "BLOCK": 1024, "GROUP": 16, "STAGES": 3}
+    backward = constants | sums | shape
+    assert compiled_for_gpu(rms_norm_kernels.backward_kernel, types, backward, num_warps=4).asm["cubin"]
+    if "gate" in absent:
+        wide = {name: value for name, value in constants.items() if name not in ("gate_ptr", "dgate_ptr", "dw_ptr")}
+        wide |= {"BLOCK": 8192} | ({} if has["NEEDS_DW"] else {"rstd_ptr": None})
+        assert compiled_for_gpu(rms_norm_kernels.wide_backward_kernel, types, wide, num_warps=16).asm["cubin"]
+
+
 def as_a_compiler_calls(function: Any, dtype: str, constants: dict[str, Any]) -> str:
     """The program in Triton's own terms, with Python's numbers as ``torch.compile`` hands them over: in fp64."""
     types = {name: f"*{dtype}" for name in function.arg_names if name.endswith("_ptr")}
@@ -156,9 +174,12 @@ def test_norms_in_a_compiled_model_compute_nothing_in_fp64(dtype: str) -> None:
     shape = {"OFFSET": 0.0, "ROWS": 2, "BLOCK": 1024}
     norm = {**shape, "CAST": "before", "HAS_WEIGHT": True, "HAS_GATE": False, "FAR": False}
     heads = {"OFFSET": 0.0, "Q_HEADS": 8, "K_HEADS": 4, "PAIRS": 64, "REST": 0, "FAR": False}
+    backward = {"OFFSET": 0.0, "HAS_WEIGHT": True, "NEEDS_DW": True, "FAR": False}
     programs = [
         (rms_norm_kernels.forward_kernel, {**norm, "LOOP": False}),
         (rms_norm_kernels.forward_kernel, {**norm, "LOOP": True}),
+        (rms_norm_kernels.backward_kernel, {**backward, **shape, "HAS_GATE": False, "GROUP": 16, "STAGES": 3}),
+        (rms_norm_kernels.wide_backward_kernel, {**backward, "BLOCK": 8192}),
         (add_kernels.forward_kernel, {**shape, "CAST": "before"}),
         (qk_kernels.forward_kernel, {**heads, "CAST": "before"}),
         (qk_kernels.backward_kernel, {**heads, "NEEDS_DW": True, "GROUP": 16, "WEIGHTS": 256}),

@@ -6,6 +6,7 @@ ones. TRITON_TEST_EXAMPLES sets how many examples a property test draws, over it
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -131,6 +132,8 @@ def _facts(value: Any) -> Any:
     """What a program, or what was found out about a layout, consists of; backwards come later, see below."""
     if isinstance(value, Program):
         return value.kernel, value.launch
+    if isinstance(value, functools.partial):
+        return value.func, value.keywords
     if not hasattr(value, "__slots__"):
         return value
     return {name: _facts(getattr(value, name)) for name in value.__slots__ if name != "backwards"}
@@ -143,12 +146,12 @@ def layouts_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     Otherwise a launch is looked up by its key, and then nothing else of it is looked at.
     """
 
-    def backward(make: Any, scratch: Any, dy: Any, x: Any, weight: Any, gate: Any, results: Any, offset: float) -> Any:
+    def backward(make: Any, dy: Any, x: Any, weight: Any, gate: Any, results: Any, eps: float, offset: float) -> Any:
         made: list[Any] = []
         note: Any = lambda kernel, launch: made.append((kernel, launch)) or make(kernel, launch)  # noqa: E731
-        call = original(note, scratch, dy, x, weight, gate, results, offset)
+        call = original(note, dy, x, weight, gate, results, eps, offset)
         if make is Program:
-            key = (triton_launch.layout_of(x, weight, gate, (0.0, offset, "")), dy.stride(), results[1] is None)
+            key = (triton_launch.layout_of(x, weight, gate, (eps, offset, "")), dy.stride(), results[1] is None)
             assert _backwards.setdefault(key, made) == made, f"two backwards with the key {key}"
         return call
 

@@ -105,13 +105,16 @@ def call_reason(*tensors: torch.Tensor | None) -> str | None:
     first = tensors[0]
     assert first is not None
     device = first.device
-    if not launchable(device):
+    if not (first.is_cuda or launchable(device)):  # a device's type is a string, made anew each time
         return "the tensor is on a device that Triton doesn't run on"
+    compiling = is_compiling()
     for tensor in tensors:
         if tensor is None:
             continue
         if type(tensor) not in _PLAIN:
             return "a tensor subclass"
+        if not compiling and _of_transform(tensor):
+            return "a tensor of a functorch transform"  # maybe of one that is over, which has no memory of its own
         if tensor.dtype not in DTYPES:
             return "the dtype is none of fp32, bf16, fp16"
         if tensor.device != device:
@@ -122,6 +125,7 @@ def call_reason(*tensors: torch.Tensor | None) -> str | None:
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_of_transform = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def has_rows(tensor: torch.Tensor) -> bool:

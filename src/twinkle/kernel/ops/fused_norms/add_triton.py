@@ -10,7 +10,7 @@ import torch
 import triton
 from torch.compiler import is_compiling
 
-from twinkle.gradients import gradients_by_formula, saved_tensors, wants_formula
+from twinkle.gradients import gradients_by_formula, quick_apply, saved_tensors, wants_formula
 from twinkle.kernel.ops.fused_norms import add_kernels as kernels
 from twinkle.kernel.ops.fused_norms.add_reference import SumAndNorm, original
 from twinkle.kernel.ops.rms_norm.triton_launch import WIDEST, Kind, shape_of
@@ -18,7 +18,7 @@ from twinkle.kernel.ops.triton_parts import GROUP, counters
 from twinkle.kernel.ops.triton_support import call_reason, device_reason, library_op
 from twinkle.memory import Memory
 from twinkle.reasons import Reason
-from twinkle.triton_programs import Launch, Make, Program, Traced, Workspace, workspace
+from twinkle.triton_programs import NO_SCRATCH, Launch, Make, Program, Traced
 
 if TYPE_CHECKING:
     from twinkle.kernel.targets import Site
@@ -36,31 +36,17 @@ def _forward(make: Make, x: torch.Tensor, kind: Kind) -> Callable[..., None]:
     return make(kernels.forward_kernel, Launch((shape.programs,), (count, width, kind.eps), constants, shape.warps))
 
 
-def _backward(
-    make: Make,
-    scratch: Callable[[torch.device, int, int], Workspace],
-    x: torch.Tensor,
-    offset: float,
-    needs_dw: bool,
-) -> Callable[..., None]:
+def _backward(make: Make, x: torch.Tensor, offset: float, needs_dw: bool) -> Callable[..., None]:
     """A function ``(dtotal, dy, total, weight, rstd, dx, dw)``; ``dw`` is None where it isn't wanted."""
-    width, device = int(x.shape[-1]), x.device
+    width = int(x.shape[-1])
     count = x.numel() // width
-    rows_each, block, warps, programs, stages = shape_of(device, "backward", width, count)
+    rows_each, block, warps, programs, stages = shape_of(x.device, "backward", width, count)
     constants = {
         "OFFSET": offset, "NEEDS_DW": needs_dw, "ROWS": rows_each, "BLOCK": block, "GROUP": GROUP, "STAGES": stages,
     }  # fmt: skip
-    numbers = (count, width, triton.cdiv(count, rows_each), programs)
-    program = make(kernels.backward_kernel, Launch((programs,), numbers, constants, warps))
-    if not needs_dw:
-        return lambda *tensors: program(*tensors[:6], None, None, None)
-    size = counters(programs), programs * width
-
-    def call(*tensors: Any) -> None:
-        room = scratch(device, *size)
-        program(*tensors, room.floats, room.counters)
-
-    return call
+    scratch = (counters(programs), programs * width) if needs_dw else None
+    numbers = (*(() if scratch else NO_SCRATCH), count, width, triton.cdiv(count, rows_each), programs)
+    return make(kernels.backward_kernel, Launch((programs,), numbers, constants, warps, scratch=scratch))
 
 
 # --- eagerly ----------------------------------------------------------------------------------------------------------
@@ -135,10 +121,13 @@ class _AddNorm(torch.autograd.Function):
             dx, dw = torch.empty_like(total), torch.empty_like(weight) if needs_dw else None
             backward = layout.backwards.get(needs_dw)
             if backward is None:
-                backward = _backward(Program, workspace, total, layout.kind.offset, needs_dw)
+                backward = _backward(Program, total, layout.kind.offset, needs_dw)
                 layout.backwards[needs_dw] = backward
             backward(dtotal.contiguous(), dy.contiguous(), total, weight, rstd, dx, dw)
         return (*[dx if dx.dtype == dtype else dx.to(dtype) for dtype in ctx.dtypes], dw, None)
+
+
+_apply = quick_apply(_AddNorm)
 
 
 def _from_total(total: torch.Tensor, weight: torch.Tensor, kind: Kind) -> SumAndNorm:
@@ -178,8 +167,8 @@ def _traced_backward(
     offset: float, needs_dw: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     dx, dw = _fake_backward(dtotal, dy, total, weight, rstd, offset, needs_dw)
-    program = _backward(Traced, Workspace, total, offset, needs_dw)
-    program(dtotal.contiguous(), dy.contiguous(), total, weight, rstd, dx, dw)
+    program = _backward(Traced, total, offset, needs_dw)
+    program(dtotal.contiguous(), dy.contiguous(), total, weight, rstd, dx, dw if needs_dw else None)
     return dx, dw
 
 
@@ -209,7 +198,7 @@ def add_rms_norm(
         return _traced_forward(residual.contiguous(), summand.contiguous(), weight, eps, offset, cast)[:2]
     kind = Kind(eps, offset, cast)
     if torch.is_grad_enabled():
-        return _AddNorm.apply(residual, summand, weight, kind)  # type: ignore[no-any-return]
+        return _apply(residual, summand, weight, kind)  # type: ignore[no-any-return]
     return _eager_forward(residual, summand, weight, kind)[:2]
 
 

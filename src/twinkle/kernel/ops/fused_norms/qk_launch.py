@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,7 +14,7 @@ from twinkle.kernel.ops.fused_norms.qk_reference import Rotated
 from twinkle.kernel.ops.rotary.triton_layout import Strides, strides_of, table_strides
 from twinkle.kernel.ops.triton_parts import GROUP, counters
 from twinkle.kernel.ops.triton_support import far, processors, tuned
-from twinkle.triton_programs import Launch, Make, Workspace
+from twinkle.triton_programs import NO_SCRATCH, Launch, Make
 
 
 class Kind(NamedTuple):
@@ -77,7 +77,6 @@ def forward(
 
 def backward(
     make: Make,
-    scratch: Callable[[torch.device, int, int], Workspace],
     grads: Rotated,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -92,27 +91,18 @@ def backward(
 
     Args:
         make: how it is launched.
-        scratch: gives it room for the sums of the weights' gradients.
         needs_dw: whether those are wanted; without it their tensors are None.
     """
-    geometry, device = _Geometry(q, k, cos, sin, kind, "backward"), q.device
+    geometry = _Geometry(q, k, cos, sin, kind, "backward")
     strides = [strides_of(t, 1) for t in grads] + [strides_of(t, kind.heads_at) for t in (q, k, dq, dk)]
     scalars, is_far = geometry.rest(strides)
-    most = processors(device) * geometry.per_processor
+    most = processors(q.device) * geometry.per_processor
     programs = min(geometry.items, most) if isinstance(geometry.items, int) else most
     width = 2 * geometry.head_dim
     constants = {
         **geometry.constants, "NEEDS_DW": needs_dw, "GROUP": GROUP, "WEIGHTS": triton.next_power_of_2(width),
         "FAR": is_far,
     }  # fmt: skip
-    numbers = (*geometry.scalars, geometry.items, programs, *scalars)
-    program = make(kernels.backward_kernel, Launch((programs,), numbers, constants, geometry.warps))
-    if not needs_dw:
-        return lambda *tensors: program(*tensors[:10], None, None, None, None)
-    size = counters(programs), programs * width
-
-    def call(*tensors: Any) -> None:
-        room = scratch(device, *size)
-        program(*tensors, room.floats, room.counters)
-
-    return call
+    scratch = (counters(programs), programs * width) if needs_dw else None
+    numbers = (*(() if scratch else NO_SCRATCH), *geometry.scalars, geometry.items, programs, *scalars)
+    return make(kernels.backward_kernel, Launch((programs,), numbers, constants, geometry.warps, scratch=scratch))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.compiler import is_compiling
 
-from twinkle.gradients import gradients_by_formula, saved_tensors, wants_formula
+from twinkle.gradients import gradients_by_formula, quick_apply, saved_tensors, wants_formula
 from twinkle.kernel.ops.fused_norms import qk_launch
 from twinkle.kernel.ops.fused_norms.qk_launch import Kind
 from twinkle.kernel.ops.fused_norms.qk_reference import Rotated, original
@@ -17,7 +17,7 @@ from twinkle.kernel.ops.rotary.triton_layout import heads_reason, table_reason
 from twinkle.kernel.ops.triton_support import call_reason, device_reason, library_op
 from twinkle.memory import Memory
 from twinkle.reasons import Reason
-from twinkle.triton_programs import Program, Traced, Workspace, workspace
+from twinkle.triton_programs import Program, Traced
 
 if TYPE_CHECKING:
     from twinkle.kernel.targets import Site
@@ -122,10 +122,13 @@ class _NormRotary(torch.autograd.Function):
         backward = layout.backwards.get(key)
         if backward is None:
             grads = q_grad, k_grad
-            backward = qk_launch.backward(Program, workspace, grads, q, k, dq, dk, cos, sin, layout.kind, needs_dw)
+            backward = qk_launch.backward(Program, grads, q, k, dq, dk, cos, sin, layout.kind, needs_dw)
             layout.backwards[key] = backward
         backward(q_grad, k_grad, q, k, dq, dk, q_weight, k_weight, cos, sin, dqw, dkw)
         return dq, dk, dqw, dkw, None, None, None
+
+
+_apply = quick_apply(_NormRotary)
 
 
 # --- under a compiler -------------------------------------------------------------------------------------------------
@@ -178,8 +181,9 @@ def _traced_backward(
     dq, dk, dqw, dkw = _fake_backward(q_grad, k_grad, *inputs, q_eps, k_eps, offset, heads_at, needs_dw)
     kind = Kind(q_eps, k_eps, offset, "before", heads_at)
     grads = _heads_first((q_grad, k_grad), heads_at)
-    program = qk_launch.backward(Traced, Workspace, grads, q, k, dq, dk, cos, sin, kind, needs_dw)
-    program(q_grad, k_grad, q, k, dq, dk, q_weight, k_weight, cos, sin, dqw, dkw)
+    program = qk_launch.backward(Traced, grads, q, k, dq, dk, cos, sin, kind, needs_dw)
+    weights = (dqw, dkw) if needs_dw else (None, None)
+    program(q_grad, k_grad, q, k, dq, dk, q_weight, k_weight, cos, sin, *weights)
     return dq, dk, dqw, dkw
 
 
@@ -220,7 +224,7 @@ def qk_norm_rotary(
         results: Rotated = _traced_forward(q, k, q_weight, k_weight, cos, sin, *kind)
         return _heads_first(results, heads_at)  # type: ignore[no-any-return]
     if torch.is_grad_enabled():
-        return _NormRotary.apply(q, k, q_weight, k_weight, cos, sin, kind)  # type: ignore[no-any-return]
+        return _apply(q, k, q_weight, k_weight, cos, sin, kind)  # type: ignore[no-any-return]
     return _eager_forward(q, k, q_weight, k_weight, cos, sin, kind)[0]
 
 

@@ -16,7 +16,7 @@ import triton
 from torch import nn
 from torch.compiler import is_compiling
 
-from twinkle.gradients import gradients_by_formula, saved_tensors, wants_formula
+from twinkle.gradients import gradients_by_formula, quick_apply, saved_tensors, wants_formula
 from twinkle.kernel.ops.computed_again import computed_again
 from twinkle.kernel.ops.derived import layer
 from twinkle.kernel.ops.glu import triton_kernels as kernels
@@ -60,28 +60,37 @@ def _launched(make: Make, direction: str, tensors: tuple[torch.Tensor, ...], act
 
 _programs: Memory[Callable[..., None]] = Memory()
 
+Key = tuple[Any, ...]
+"""What tells one pair of gate and up, and what is done with them, from another."""
 
-def _eager_forward(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    """The product, contiguous."""
+
+def _key(gate: torch.Tensor, up: torch.Tensor, activation: str) -> Key:
+    return gate.shape, gate.stride(), up.stride(), gate.dtype, gate.device, activation
+
+
+def _eager_forward(gate: torch.Tensor, up: torch.Tensor, activation: str) -> tuple[torch.Tensor, Key]:
+    """The product, contiguous, and the key of gate and up."""
     out = _empty_product(gate)
-    key = (gate.shape, gate.stride(), up.stride(), gate.dtype, gate.device, activation)
+    key = _key(gate, up, activation)
     program = _programs.get(key)
     if program is None:
         if not _readable(gate, up):
-            return _eager_forward(gate.contiguous(), up.contiguous(), activation)
+            return _eager_forward(gate.contiguous(), up.contiguous(), activation)[0], key
         program = _programs.add(key, _launched(Program, "forward", (gate, up, out), activation))
     program(gate, up, out)
-    return out
+    return out, key
 
 
-def _eager_backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, results: Any, activation: str) -> None:
-    """Writes the gradients of gate and up into ``results``."""
+def _eager_backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, results: Any, forward_key: Key) -> None:
+    """Writes the gradients of gate and up, whose key the forward gave, into ``results``."""
     dgate, dup = results
-    key = (grad.shape, grad.stride(), gate.stride(), up.stride(), dgate.stride(), gate.dtype, gate.device, activation)
+    key = forward_key, grad.stride(), dgate.stride()
     program = _programs.get(key)
     if program is None:
+        activation = forward_key[-1]
         if not _readable(grad, gate, up):
-            return _eager_backward(grad.contiguous(), gate.contiguous(), up.contiguous(), results, activation)
+            gate, up = gate.contiguous(), up.contiguous()
+            return _eager_backward(grad.contiguous(), gate, up, results, _key(gate, up, activation))
         program = _programs.add(key, _launched(Program, "backward", (grad, gate, up, dgate, dup), activation))
     program(grad, gate, up, dgate, dup)
 
@@ -98,18 +107,18 @@ def _empty_product(gate: torch.Tensor) -> torch.Tensor:
 class _Glu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+        product, ctx.key = _eager_forward(gate, up, activation)
         ctx.save_for_backward(gate, up)
-        ctx.activation = activation
-        return _eager_forward(gate, up, activation)
+        return product
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         gate, up = saved_tensors(ctx, "the gated product by triton")
         if wants_formula():
-            formula = functools.partial(_by_formula, activation=ctx.activation)
+            formula = functools.partial(_by_formula, activation=ctx.key[-1])
             return (*gradients_by_formula(formula, (gate, up), ctx.needs_input_grad[:2], grad), None)
         results = _empty_product(gate), _empty_product(up)
-        _eager_backward(grad, gate, up, results, ctx.activation)
+        _eager_backward(grad, gate, up, results, ctx.key)
         return (*results, None)
 
 
@@ -120,21 +129,24 @@ def _by_formula(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.
 class _FusedGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        ctx.save_for_backward(gate_up)
-        ctx.activation = activation
         gate, up = gate_up.chunk(2, dim=-1)
-        return _eager_forward(gate, up, activation)
+        product, ctx.key = _eager_forward(gate, up, activation)
+        ctx.save_for_backward(gate_up)
+        return product
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         (gate_up,) = saved_tensors(ctx, "the gated product by triton")
         if wants_formula():
-            formula = functools.partial(_by_formula, activation=ctx.activation)
+            formula = functools.partial(_by_formula, activation=ctx.key[-1])
             return (*gradients_by_formula(lambda t: formula(*t.chunk(2, dim=-1)), (gate_up,), (True,), grad), None)
         result = _empty_product(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
-        _eager_backward(grad, gate, up, result.chunk(2, dim=-1), ctx.activation)
+        _eager_backward(grad, gate, up, result.chunk(2, dim=-1), ctx.key)
         return result, None
+
+
+_apply, _fused_apply = quick_apply(_Glu), quick_apply(_FusedGlu)
 
 
 @library_op("twinkle::glu", lambda gate, up, activation: _empty_product(gate))
@@ -169,12 +181,14 @@ _traced_forward.register_autograd(_differentiate, setup_context=_save)
 def _product(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     if is_compiling():
         return _traced_forward(gate, up, activation)
-    return (_Glu.apply if torch.is_grad_enabled() else _eager_forward)(gate, up, activation)
+    if torch.is_grad_enabled():
+        return _apply(gate, up, activation)  # type: ignore[no-any-return]
+    return _eager_forward(gate, up, activation)[0]
 
 
 def _fused_product(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     if not is_compiling() and torch.is_grad_enabled():
-        return _FusedGlu.apply(gate_up, activation)
+        return _fused_apply(gate_up, activation)  # type: ignore[no-any-return]
     gate, up = gate_up.chunk(2, dim=-1)
     return _product(gate, up, activation)
 
@@ -230,8 +244,11 @@ def load(target: Any, site: Site) -> type[nn.Module]:
     (another dtype for gate than for up, say), the activation and product run eagerly."""
     variant: GluVariant = site.variant
     activation, down = variant.activation, variant.projections[-1]
-    eager, again = ACTIVATIONS[activation], functools.partial(_eager_forward, activation=activation)
+    eager = ACTIVATIONS[activation]
     slower = slower_for("swiglu" if activation == "silu" else "geglu", "triton")
+
+    def again(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return _eager_forward(gate, up, activation)[0]
 
     if len(variant.projections) == 2:
         fused = variant.projections[0]

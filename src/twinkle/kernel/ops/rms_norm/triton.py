@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
-from twinkle.gradients import gradients_by_formula, saved_tensors, wants_formula
+from twinkle.gradients import gradients_by_formula, quick_apply, saved_tensors, wants_formula
 from twinkle.kernel.ops.derived import layer
 from twinkle.kernel.ops.rms_norm import triton_launch
 from twinkle.kernel.ops.rms_norm.gated_reference import gated_rms_norm
@@ -19,7 +19,7 @@ from twinkle.kernel.ops.rms_norm.triton_launch import WIDEST, Kind, Triple
 from twinkle.kernel.ops.triton_support import call_reason, device_reason, has_rows, library_op, rows_reason
 from twinkle.memory import Memory
 from twinkle.reasons import Reason
-from twinkle.triton_programs import Program, Traced, Workspace, workspace
+from twinkle.triton_programs import Program, Traced
 
 if TYPE_CHECKING:
     from twinkle.kernel.ops.rms_norm.gated_reference import GatedRMSNormVariant
@@ -32,36 +32,34 @@ class _Layout:
 
     Attributes:
         kind: what they compute.
-        dtype: of the result.
-        rows: how many.
         new_x, new_gate: make a tensor like them: ``torch.empty_like``, or what they need in its place.
+        new_y: the same for the result, of ``x``.
         forward: see :func:`triton_launch.forward`.
         backwards: the same for the backward, by the strides of ``dy`` and whether the weight's gradient is wanted.
     """
 
-    __slots__ = ("backwards", "dtype", "forward", "kind", "new_gate", "new_x", "rows")
+    __slots__ = ("backwards", "forward", "kind", "new_gate", "new_x", "new_y")
 
     def __init__(self, x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None, kind: Triple) -> None:
         self.kind = Kind(*kind)
-        self.dtype = _result_dtype(x, weight, gate, self.kind.cast)
-        self.rows = x.numel() // x.shape[-1]
         self.new_x = _maker(x)
         self.new_gate = None if gate is None else _maker(gate)
-        self.forward = triton_launch.forward(Program, x, weight, gate, self.new_x(x, device="meta"), kind)
+        dtype = _result_dtype(x, weight, gate, self.kind.cast)
+        self.new_y = self.new_x if dtype == x.dtype else functools.partial(self.new_x, dtype=dtype)
+        self.forward = triton_launch.forward(Program, x, weight, gate, self.new_y(x, device="meta"), kind)
         self.backwards: dict[tuple[tuple[int, ...], bool], Callable[..., None]] = {}
 
 
 _layouts: Memory[_Layout] = Memory()
 
 
-def _eager_forward(x: torch.Tensor, weight: Any, gate: Any, kind: Triple) -> tuple[torch.Tensor, torch.Tensor, _Layout]:
-    """The result, ``rstd`` and what is known of the layout."""
+def _eager_forward(x: torch.Tensor, weight: Any, gate: Any, kind: Triple) -> tuple[torch.Tensor, _Layout]:
+    """The result, and what is known of the layout."""
     key = triton_launch.layout_of(x, weight, gate, kind)
     layout = _layouts.get(key) or _layouts.add(key, _Layout(x, weight, gate, kind))
-    y = layout.new_x(x, dtype=layout.dtype)
-    rstd = x.new_empty(layout.rows, dtype=torch.float32)
-    layout.forward(x, weight, gate, y, rstd)
-    return y, rstd, layout
+    y = layout.new_y(x)
+    layout.forward(x, weight, gate, y)
+    return y, layout
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -69,14 +67,13 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, gate: Any, kind: Triple) -> torch.Tensor:
-        y, rstd, layout = _eager_forward(x, weight, gate, kind)
-        ctx.save_for_backward(x, weight, gate, rstd)
-        ctx.layout = layout
+        y, ctx.layout = _eager_forward(x, weight, gate, kind)
+        ctx.save_for_backward(x, weight, gate)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        x, weight, gate, rstd = saved_tensors(ctx, "rms_norm by triton")
+        x, weight, gate = saved_tensors(ctx, "rms_norm by triton")
         if wants_formula():
             formula = functools.partial(_by_formula, kind=ctx.layout.kind)
             return (*gradients_by_formula(formula, (x, weight, gate), ctx.needs_input_grad[:3], dy), None)
@@ -91,12 +88,14 @@ class _RMSNorm(torch.autograd.Function):
                 dy = dy.contiguous()
             backward = layout.backwards.get((dy.stride(), needs_dw))
         if backward is None:
-            backward = triton_launch.backward(
-                Program, workspace, dy, x, weight, gate, (dx, dw, dgate), layout.kind.offset
-            )
+            eps, offset, _ = layout.kind
+            backward = triton_launch.backward(Program, dy, x, weight, gate, (dx, dw, dgate), eps, offset)
             layout.backwards[dy.stride(), needs_dw] = backward
-        backward(dy, x, weight, gate, rstd, dx, dw, dgate)
+        backward(dy, x, weight, gate, dx, dw, dgate)
         return dx, dw, dgate, None
+
+
+_apply = quick_apply(_RMSNorm)
 
 
 def _by_formula(x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None, kind: Kind) -> torch.Tensor:
@@ -124,13 +123,12 @@ def _dense_like(tensor: torch.Tensor, **changes: Any) -> torch.Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format, **changes)
 
 
-def _fake_forward(x: torch.Tensor, weight: Any, gate: Any, eps: float, offset: float, cast: str) -> Any:
-    rstd = x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
-    return _dense_like(x, dtype=_result_dtype(x, weight, gate, cast)), rstd
+def _fake_forward(x: torch.Tensor, weight: Any, gate: Any, eps: float, offset: float, cast: str) -> torch.Tensor:
+    return _dense_like(x, dtype=_result_dtype(x, weight, gate, cast))
 
 
 def _fake_backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: Any, gate: Any, rstd: Any, offset: float, needs_dw: bool
+    dy: torch.Tensor, x: torch.Tensor, weight: Any, gate: Any, eps: float, offset: float, needs_dw: bool
 ) -> Any:
     """An operator returns as many tensors whatever is wanted: an empty one for what isn't."""
     wanted = (x, weight if needs_dw else None, gate)
@@ -140,13 +138,12 @@ def _fake_backward(
 @library_op("twinkle::rms_norm", _fake_forward)
 def _traced_forward(
     x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None, eps: float, offset: float, cast: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     y = _dense_like(x, dtype=_result_dtype(x, weight, gate, cast))
     gate = None if gate is None else gate.contiguous()
     x = x.contiguous()
-    rstd = x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
-    triton_launch.forward(Traced, x, weight, gate, y, (eps, offset, cast))(x, weight, gate, y, rstd)
-    return y, rstd
+    triton_launch.forward(Traced, x, weight, gate, y, (eps, offset, cast))(x, weight, gate, y)
+    return y
 
 
 @library_op("twinkle::rms_norm_backward", _fake_backward)
@@ -155,28 +152,28 @@ def _traced_backward(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     gate: torch.Tensor | None,
-    rstd: torch.Tensor,
+    eps: float,
     offset: float,
     needs_dw: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dx, dw, dgate = _fake_backward(dy, x, weight, gate, rstd, offset, needs_dw)
+    dx, dw, dgate = _fake_backward(dy, x, weight, gate, eps, offset, needs_dw)
     results = dx, dw if needs_dw else None, None if gate is None else dgate
     gate = None if gate is None else gate.contiguous()
     dy, x = dy.contiguous(), x.contiguous()
-    triton_launch.backward(Traced, Workspace, dy, x, weight, gate, results, offset)(dy, x, weight, gate, rstd, *results)
+    triton_launch.backward(Traced, dy, x, weight, gate, results, eps, offset)(dy, x, weight, gate, *results)
     return dx, dw, dgate
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    x, weight, gate, _, offset, _ = inputs
-    ctx.save_for_backward(x, weight, gate, output[1])
-    ctx.offset = offset
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, weight, gate, eps, offset, _ = inputs
+    ctx.save_for_backward(x, weight, gate)
+    ctx.numbers = eps, offset
 
 
-def _differentiate(ctx: Any, dy: torch.Tensor, _: Any) -> tuple[Any, ...]:
-    x, weight, gate, rstd = ctx.saved_tensors
+def _differentiate(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+    x, weight, gate = ctx.saved_tensors
     needs_dw = ctx.needs_input_grad[1]
-    dx, dw, dgate = _traced_backward(dy, x, weight, gate, rstd, ctx.offset, needs_dw)
+    dx, dw, dgate = _traced_backward(dy, x, weight, gate, *ctx.numbers, needs_dw)
     return dx, dw if needs_dw else None, None if gate is None else dgate, None, None, None
 
 
@@ -185,9 +182,9 @@ _traced_forward.register_autograd(_differentiate, setup_context=_save)
 
 def _norm(x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None, kind: Triple) -> torch.Tensor:
     if is_compiling():
-        return _traced_forward(x, weight, gate, *kind)[0]
+        return _traced_forward(x, weight, gate, *kind)
     if torch.is_grad_enabled():
-        return _RMSNorm.apply(x, weight, gate, kind)
+        return _apply(x, weight, gate, kind)
     return _eager_forward(x, weight, gate, kind)[0]
 
 

@@ -1,8 +1,9 @@
 """Triton programs of RMSNorm, with and without gate: one pass forward, one pass backward.
 
-Forward: a program normalises a few rows and keeps ``rstd``. Backward: as many programs as the device runs at once walk
-over the rows, each with the weight's gradient in registers; the programs' sums are added up by the last to arrive, so
-no second launch is needed.
+Forward: a program normalises a few rows. Backward: as many programs as the device runs at once walk over the rows, each
+with the weight's gradient in registers; the programs' sums are added up by the last to arrive, so no second launch is
+needed. It computes ``rstd`` again, of rows that it reads anyway: to make and save a tensor of them takes the host as
+long as a launch.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -22,7 +23,7 @@ def _row_starts(rows, middle, inner, outer_stride, middle_stride, stride):
 
 @triton.jit
 def forward_kernel(
-    x_ptr, w_ptr, gate_ptr, y_ptr, rstd_ptr,
+    x_ptr, w_ptr, gate_ptr, y_ptr,
     n_rows, width, eps,
     x_middle, x_inner, x_outer, x_mid_stride, x_stride, x_column,
     g_middle, g_inner, g_outer, g_mid_stride, g_stride, g_column,
@@ -51,7 +52,6 @@ def forward_kernel(
         loaded = tl.load(x_start + columns[None, :] * x_column, mask=mask, other=0.0)
         x = loaded.to(tl.float32)
         rstd = inverse_rms(tl.sum(x * x, axis=1), width, eps)
-    tl.store(rstd_ptr + rows, rstd, mask=row_mask)
 
     for start in range(0, width if LOOP else BLOCK, BLOCK):
         at = start + columns
@@ -78,8 +78,8 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    dy_ptr, x_ptr, w_ptr, gate_ptr, rstd_ptr, dx_ptr, dgate_ptr, dw_ptr, partial_ptr, arrived_ptr,
-    n_rows, width, n_blocks, n_programs,
+    dy_ptr, x_ptr, w_ptr, gate_ptr, dx_ptr, dw_ptr, dgate_ptr, partial_ptr, arrived_ptr,
+    n_rows, width, n_blocks, n_programs, eps,
     dy_middle, dy_inner, dy_outer, dy_mid_stride, dy_stride, dy_column,
     x_middle, x_inner, x_outer, x_mid_stride, x_stride, x_column,
     g_middle, g_inner, g_outer, g_mid_stride, g_stride, g_column,
@@ -103,7 +103,8 @@ def backward_kernel(
         dy_start = _row_starts(rows, dy_middle, dy_inner, dy_outer, dy_mid_stride, dy_stride)[:, None]
         x = tl.load(x_ptr + x_start + columns[None, :] * x_column, mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + dy_start + columns[None, :] * dy_column, mask=mask, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)
+        # 0 where there is no row: without an eps it would be infinite, and 0 * inf a part of the weight's gradient.
+        rstd = tl.where(row_mask, inverse_rms(tl.sum(x * x, axis=1), width, eps), 0.0)
         h = x * rstd[:, None]
         if HAS_GATE:
             g_start = _row_starts(rows, g_middle, g_inner, g_outer, g_mid_stride, g_stride)[:, None]
@@ -135,29 +136,33 @@ def backward_kernel(
 
 @triton.jit
 def wide_backward_kernel(
-    dy_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr,
-    n_rows, width,
+    dy_ptr, x_ptr, w_ptr, dx_ptr, rstd_ptr,
+    width, eps,
     dy_middle, dy_inner, dy_outer, dy_mid_stride, dy_stride, dy_column,
     x_middle, x_inner, x_outer, x_mid_stride, x_stride, x_column,
     dx_middle, dx_inner, dx_outer, dx_mid_stride, dx_stride, dx_column,
-    OFFSET: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr, FAR: tl.constexpr,
+    OFFSET: tl.constexpr, HAS_WEIGHT: tl.constexpr, NEEDS_DW: tl.constexpr, BLOCK: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = arange(BLOCK, FAR)
     x_start = x_ptr + _row_starts(row, x_middle, x_inner, x_outer, x_mid_stride, x_stride)
     dy_start = dy_ptr + _row_starts(row, dy_middle, dy_inner, dy_outer, dy_mid_stride, dy_stride)
     dx_start = dx_ptr + _row_starts(row, dx_middle, dx_inner, dx_outer, dx_mid_stride, dx_stride)
-    rstd = tl.load(rstd_ptr + row)
+    squares = tl.zeros((BLOCK,), dtype=tl.float32)
     products = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, width, BLOCK):
         at = start + columns
         mask = at < width
-        h = tl.load(x_start + at * x_column, mask=mask, other=0.0).to(tl.float32) * rstd
+        x = tl.load(x_start + at * x_column, mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_start + at * dy_column, mask=mask, other=0.0).to(tl.float32)
         if HAS_WEIGHT:
             dy *= tl.load(w_ptr + at, mask=mask, other=0.0).to(tl.float32) + OFFSET
-        products += dy * h
-    projection = tl.sum(products, axis=0) / width
+        squares += x * x
+        products += dy * x
+    rstd = inverse_rms(tl.sum(squares, axis=0), width, eps)
+    if NEEDS_DW:
+        tl.store(rstd_ptr + row, rstd)
+    projection = rstd * tl.sum(products, axis=0) / width
     for start in range(0, width, BLOCK):
         at = start + columns
         mask = at < width

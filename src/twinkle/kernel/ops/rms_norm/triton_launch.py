@@ -11,7 +11,7 @@ import triton
 from twinkle.kernel.ops.rms_norm import triton_kernels as kernels
 from twinkle.kernel.ops.triton_parts import GROUP, counters
 from twinkle.kernel.ops.triton_support import Rows, far, processors, rows_of, tuned
-from twinkle.triton_programs import Launch, Make, Workspace
+from twinkle.triton_programs import NO_SCRATCH, Launch, Make
 
 
 class Kind(NamedTuple):
@@ -70,7 +70,7 @@ def layout_of(x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor |
 def forward(
     make: Make, x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None, y: torch.Tensor, kind: Triple
 ) -> Callable[..., None]:
-    """A function ``(x, weight, gate, y, rstd)`` that computes ``y`` and ``rstd``, ``[rows]`` in fp32.
+    """A function ``(x, weight, gate, y)`` that computes ``y``.
 
     Args:
         make: how it is launched.
@@ -91,46 +91,36 @@ def forward(
 
 def backward(
     make: Make,
-    scratch: Callable[[torch.device, int, int], Workspace],
     dy: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor | None,
     gate: torch.Tensor | None,
     results: Results,
+    eps: float,
     offset: float,
 ) -> Callable[..., None]:
-    """A function ``(dy, x, weight, gate, rstd, *results)`` that computes the results.
+    """A function ``(dy, x, weight, gate, *results)`` that computes the results.
 
     Args:
         make: how it is launched.
-        scratch: gives it room for the sums of the weight's gradient.
         dy, x, weight, gate, results: tensors like those that it will be called with; only their layouts are looked at.
     """
     width = int(x.shape[-1])
     dx, dw, dgate = results
     if width > WIDEST["backward"]:
-        return _wide_backward(make, width, dy, x, weight, dx, dw, offset)
+        return _wide_backward(make, width, dy, x, weight, dx, dw, eps, offset)
     rows = [_rows(tensor) for tensor in (dy, x, gate, dx, dgate)]
-    count, device = rows[1].total, x.device
-    rows_each, block, warps, programs, stages = shape_of(device, "backward", width, count)
+    count = rows[1].total
+    rows_each, block, warps, programs, stages = shape_of(x.device, "backward", width, count)
     constants = {
         "OFFSET": offset, "HAS_WEIGHT": weight is not None, "HAS_GATE": gate is not None,
         "NEEDS_DW": dw is not None, "ROWS": rows_each, "BLOCK": block, "GROUP": GROUP, "STAGES": stages,
         "FAR": _far(width, rows),
     }  # fmt: skip
-    scalars = (count, width, triton.cdiv(count, rows_each), programs, *_strides(rows))
-    program = make(kernels.backward_kernel, Launch((programs,), scalars, constants, warps))
-    if dw is None:
-        return lambda dy, x, weight, gate, rstd, dx, dw, dgate: program(
-            dy, x, weight, gate, rstd, dx, dgate, None, None, None
-        )
-    size = counters(programs), programs * width
-
-    def call(dy: Any, x: Any, weight: Any, gate: Any, rstd: Any, dx: Any, dw: Any, dgate: Any) -> None:
-        room = scratch(device, *size)
-        program(dy, x, weight, gate, rstd, dx, dgate, dw, room.floats, room.counters)
-
-    return call
+    scratch = None if dw is None else (counters(programs), programs * width)
+    sizes = count, width, triton.cdiv(count, rows_each), programs
+    scalars = (*(() if scratch else NO_SCRATCH), *sizes, eps, *_strides(rows))
+    return make(kernels.backward_kernel, Launch((programs,), scalars, constants, warps, scratch=scratch))
 
 
 def _wide_backward(
@@ -141,21 +131,24 @@ def _wide_backward(
     weight: torch.Tensor | None,
     dx: torch.Tensor,
     dw: torch.Tensor | None,
+    eps: float,
     offset: float,
 ) -> Callable[..., None]:
     """Rows that don't fit in registers: one launch for ``dx``, one over the columns for the weight's gradient."""
     rows = [_rows(tensor) for tensor in (dy, x, dx)]
     count = rows[1].total
     constants = {
-        "OFFSET": offset, "HAS_WEIGHT": weight is not None, "BLOCK": WIDE_BLOCK, "FAR": _far(width, rows),
+        "OFFSET": offset, "HAS_WEIGHT": weight is not None, "NEEDS_DW": dw is not None, "BLOCK": WIDE_BLOCK,
+        "FAR": _far(width, rows),
     }  # fmt: skip
-    for_dx = make(kernels.wide_backward_kernel, Launch((count,), (count, width, *_strides(rows)), constants, 16))
+    for_dx = make(kernels.wide_backward_kernel, Launch((count,), (width, eps, *_strides(rows)), constants, 16))
     constants = {"ROWS": 32, "BLOCK": 128, "FAR": _far(width, rows[:2])}
     launch = Launch((triton.cdiv(width, 128),), (count, width, *_strides(rows[:2])), constants, 4)
     for_dw = None if dw is None else make(kernels.wide_weight_kernel, launch)
 
-    def call(dy: Any, x: Any, weight: Any, gate: Any, rstd: Any, dx: Any, dw: Any, dgate: Any) -> None:
-        for_dx(dy, x, weight, rstd, dx)
+    def call(dy: Any, x: Any, weight: Any, gate: Any, dx: Any, dw: Any, dgate: Any) -> None:
+        rstd = None if for_dw is None else x.new_empty(count, dtype=torch.float32)
+        for_dx(dy, x, weight, dx, rstd)
         if for_dw is not None:
             for_dw(dy, x, rstd, dw)
 
