@@ -18,7 +18,8 @@ QUICK = ["--quick", "--device", "cpu"]
 def test_a_report_shows_what_calls_cost_on_the_host_where_that_is_another_time():
     run = aten.main([*QUICK, "--op", "clone"])
     assert "of the host" not in plain(aten.report(run, 200))
-    run.results = [dataclasses.replace(row, host_us=dict.fromkeys(("p20", "p50", "p80"), 1234.0)) if row.ms else row for row in run.results]
+    host = dict.fromkeys(("p20", "p50", "p80"), 1234.0)
+    run.results = [dataclasses.replace(row, host_us=host) if row.ms else row for row in run.results]
     text = plain(aten.report(run, 200))
     timed = [row for row in run.results if row.ms]
     assert text.partition("of the host")[2].count("1234") == len(timed)
