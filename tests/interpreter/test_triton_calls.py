@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,10 +12,12 @@ import torch
 from torch import nn
 
 from tests.support.liger_sites import PATH, make
-from tests.support.triton_device import DEVICE, NO_GPU, ON_GPU
+from tests.support.triton_device import DEVICE, NO_GPU, ON_GPU, laid_out
 from twinkle import presets
 from twinkle.kernel import KernelChoice, journal, kernelize
 from twinkle.kernel.ops import worthwhile
+from twinkle.kernel.ops.glu import triton as glu
+from twinkle.kernel.ops.rms_norm import triton as rms_norm
 from twinkle.kernel.report import Row, report
 from twinkle.kernel.undo import unkernelize
 from twinkle.kernel.verify import allowed_error_used
@@ -320,3 +323,27 @@ def test_a_small_product_with_gradients_is_the_originals(name: str, monkeypatch:
     with torch.no_grad():
         module(below)
     assert (row.calls, sum(row.fallbacks.values())) == (2, 1)
+
+
+HOOKED: dict[str, tuple[Callable[..., torch.Tensor], tuple[tuple[int, ...], ...]]] = {
+    "rms_norm": (lambda x, w: rms_norm.rms_norm(x[..., 8:24], w, None, 1e-6, 0.0, "before"), ((4, 32), (16,))),
+    "glu": (lambda x: glu.glu(*x.chunk(2, -1), "silu"), ((4, 32),)),
+    "fused_glu": (lambda x: glu.fused_glu(x[:, :32], "silu"), ((4, 48),)),
+}
+"""Of views, which a hook may give back dense."""
+
+
+@pytest.mark.parametrize("order", [(True, False), (False, True)], ids=["hooks first", "hooks last"])
+@pytest.mark.parametrize("name", HOOKED)
+def test_what_hooks_on_saved_tensors_lay_out_anew(name: str, order: tuple[bool, ...]) -> None:
+    """As offloading them to a CPU does; neither gradient is read by the other's strides."""
+    function, shapes = HOOKED[name]
+    leaves = [laid_out(shape, torch.float32, "contiguous", seed=n).requires_grad_() for n, shape in enumerate(shapes)]
+    hooks = (lambda t: t.clone(memory_format=torch.contiguous_format), lambda t: t)
+    found = []
+    for hooked in order:
+        with torch.autograd.graph.saved_tensors_hooks(*hooks) if hooked else contextlib.nullcontext():
+            out = function(*leaves)
+        seed = torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape)
+        found.append(torch.autograd.grad((out * seed).sum(), leaves))
+    torch.testing.assert_close(found[0], found[1])

@@ -101,6 +101,23 @@ def test_a_mask_is_looked_at_once_for_all_layers(as_numbers: bool, monkeypatch: 
     assert len(looked_at) == 5
 
 
+@pytest.mark.parametrize("as_numbers", [False, True])
+def test_what_an_evaluation_found_out_about_a_mask_serves_a_training(as_numbers: bool) -> None:
+    query, key, value = (torch.randn(1, 2, 5, 16, requires_grad=True) for _ in range(3))
+    kept = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril(-1)  # the first row has no key
+    mask = torch.where(kept, 0.0, torch.finfo(torch.float32).min) if as_numbers else kept
+    with torch.inference_mode():
+        attention(MODULE, query, key, value, mask)
+    attention(MODULE, query, key, value, mask)[0].sum().backward()
+    assert query.grad is not None
+
+
+def test_tensors_without_numbers_are_asked_for_none() -> None:
+    query, key, value = (torch.empty(1, 2, 5, 16, device="meta") for _ in range(3))
+    mask = torch.ones(1, 1, 5, 5, dtype=torch.bool, device="meta")
+    assert attention(MODULE, query, key, value, mask)[0].shape == (1, 5, 2, 16)
+
+
 def test_a_learned_bias_has_its_gradient_and_nothing_is_remembered_of_it() -> None:
     query, key, value = (torch.randn(1, 2, 5, 16) for _ in range(3))
     bias = torch.randn(1, 2, 5, 5, requires_grad=True)

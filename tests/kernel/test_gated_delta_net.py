@@ -297,6 +297,7 @@ def test_the_librarys_recurrent_rule_is_not_for_training(package: Path, monkeypa
     [
         ((9, 0), "3.3.1", False),
         ((9, 0), "3.4.0", True),
+        ((9, 0), "3.4.0rc1", True),
         ((9, 0), "3.6.0", True),
         ((9, 0), "3.7.0", True),
         ((9, 0), "3.7.1", False),

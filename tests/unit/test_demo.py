@@ -160,6 +160,10 @@ def _broken(outcome: Outcome) -> dict[str, tuple[Outcome, str]]:
             "RMSNorm: too small",
         ),
         "gradient off": (replace(outcome, first_step=[*outcome.first_step, ("bad", 1.01)]), "worst, bad, uses 101%"),
+        "gradient no number": (
+            replace(outcome, first_step=[*outcome.first_step, ("bad", float("nan"))]),
+            "worst, bad, uses nan%",
+        ),
         "loss off": (replace(outcome, kernelized=shifted), "of what rounding alone may do"),
         "not learning": (replace(outcome, kernelized=flat), "nats a byte"),
         "class kept": (replace(outcome, undo=undo | {"classes_restored": False}), "has another class than before"),

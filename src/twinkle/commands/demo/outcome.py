@@ -164,7 +164,7 @@ class Outcome:
         return Check("Kernels were installed and called", bool(served) and not silent, detail)
 
     def _first_step(self) -> Check:
-        name, used = max(self.first_step, key=lambda pair: pair[1])
+        name, used = max(self.first_step, key=lambda pair: math.inf if math.isnan(pair[1]) else pair[1])
         detail = f"{len(self.first_step)} tensors; the worst, {name}, uses {used:.0%} of the allowed error"
         return Check("Step 1: loss, logits and all gradients agree", used <= 1, detail)
 

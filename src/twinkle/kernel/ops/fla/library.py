@@ -6,11 +6,11 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.torch_version import TorchVersion
 
 from twinkle.environment import switch
 from twinkle.kernel.ops.fla.calls import functions
@@ -160,7 +160,7 @@ def _wants_gradient(tensors: tuple[torch.Tensor | None, ...]) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-WRONG_FROM, RIGHT_AGAIN = "3.4.0", "3.7.1"
+WRONG_FROM, RIGHT_AGAIN = (3, 4), (3, 7, 1)
 """The versions of Triton from and until which that gradient is wrong on Hopper GPUs, by the library's issue 640. It
 refuses it there itself, in the backward; its versions before 0.5 compute it all the same."""
 
@@ -168,12 +168,13 @@ refuses it there itself, in the backward; its versions before 0.5 compute it all
 @functools.lru_cache(maxsize=64)
 def wrong_gradient(device: torch.device) -> str | None:
     """Why the gradient of the chunked rule can't be had on a device; None where it can."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] != 9:
         return None
-    triton = TorchVersion(version_of("triton") or "0")
-    if not WRONG_FROM <= triton < RIGHT_AGAIN or importlib.util.find_spec("tilelang") is not None:
+    triton = version_of("triton") or version_of("pytorch-triton") or "3.4 or newer"  # it is there, or fla weren't
+    numbers = tuple(map(int, re.findall(r"\d+", triton)[:3]))
+    if not WRONG_FROM <= numbers < RIGHT_AGAIN or importlib.util.find_spec("tilelang") is not None:
         return None
     return (
         f"Triton {triton} computes the gradient of flash-linear-attention's chunked rule wrongly on this GPU: "
-        f"Triton {RIGHT_AGAIN} or the package tilelang is needed"
+        f"Triton {'.'.join(map(str, RIGHT_AGAIN))} or the package tilelang is needed"
     )

@@ -123,7 +123,7 @@ class _AddNorm(torch.autograd.Function):
             if backward is None:
                 backward = _backward(Program, total, layout.kind.offset, needs_dw)
                 layout.backwards[needs_dw] = backward
-            backward(dtotal.contiguous(), dy.contiguous(), total, weight, rstd, dx, dw)
+            backward(dtotal.contiguous(), dy.contiguous(), total.contiguous(), weight, rstd, dx, dw)
         return (*[dx if dx.dtype == dtype else dx.to(dtype) for dtype in ctx.dtypes], dw, None)
 
 

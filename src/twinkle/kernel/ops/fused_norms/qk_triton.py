@@ -55,7 +55,8 @@ class _Layout:
         dtype: of the results.
         places: of the results.
         forward: see :func:`qk_launch.forward`.
-        backwards: the same for the backward, by the gradients' strides and whether the weights' are wanted.
+        backwards: the same for the backward, by the strides of what it reads, in which hooks on saved tensors may have
+            had their say, and whether the weights' gradients are wanted.
     """
 
     __slots__ = ("backwards", "dtype", "forward", "kind", "places")
@@ -118,7 +119,7 @@ class _NormRotary(torch.autograd.Function):
         needs_dw = needed[2] or needed[3]
         dq, dk = torch.empty_like(q), torch.empty_like(k)
         dqw, dkw = (torch.empty_like(q_weight), torch.empty_like(k_weight)) if needs_dw else (None, None)
-        key = q_grad.stride(), k_grad.stride(), needs_dw
+        key = tuple(tensor.stride() for tensor in (q_grad, k_grad, q, k, cos, sin)), needs_dw
         backward = layout.backwards.get(key)
         if backward is None:
             grads = q_grad, k_grad

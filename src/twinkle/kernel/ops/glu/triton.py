@@ -82,9 +82,12 @@ def _eager_forward(gate: torch.Tensor, up: torch.Tensor, activation: str) -> tup
 
 
 def _eager_backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, results: Any, forward_key: Key) -> None:
-    """Writes the gradients of gate and up, whose key the forward gave, into ``results``."""
+    """Writes the gradients of gate and up into ``results``.
+
+    They may lie otherwise than those whose key the forward gave: hooks on saved tensors have had their say.
+    """
     dgate, dup = results
-    key = forward_key, grad.stride(), dgate.stride()
+    key = forward_key, grad.stride(), gate.stride(), up.stride(), dgate.stride()
     program = _programs.get(key)
     if program is None:
         activation = forward_key[-1]

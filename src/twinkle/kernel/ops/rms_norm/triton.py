@@ -35,7 +35,8 @@ class _Layout:
         new_x, new_gate: make a tensor like them: ``torch.empty_like``, or what they need in its place.
         new_y: the same for the result, of ``x``.
         forward: see :func:`triton_launch.forward`.
-        backwards: the same for the backward, by the strides of ``dy`` and whether the weight's gradient is wanted.
+        backwards: the same for the backward, by the strides of what it reads, in which hooks on saved tensors may have
+            had their say, and whether the weight's gradient is wanted.
     """
 
     __slots__ = ("backwards", "forward", "kind", "new_gate", "new_x", "new_y")
@@ -47,7 +48,7 @@ class _Layout:
         dtype = _result_dtype(x, weight, gate, self.kind.cast)
         self.new_y = self.new_x if dtype == x.dtype else functools.partial(self.new_x, dtype=dtype)
         self.forward = triton_launch.forward(Program, x, weight, gate, self.new_y(x, device="meta"), kind)
-        self.backwards: dict[tuple[tuple[int, ...], bool], Callable[..., None]] = {}
+        self.backwards: dict[tuple[Any, ...], Callable[..., None]] = {}
 
 
 _layouts: Memory[_Layout] = Memory()
@@ -79,18 +80,19 @@ class _RMSNorm(torch.autograd.Function):
             return (*gradients_by_formula(formula, (x, weight, gate), ctx.needs_input_grad[:3], dy), None)
         layout: _Layout = ctx.layout
         needs_dw = ctx.needs_input_grad[1]
+        key = dy.stride(), x.stride(), None if gate is None else gate.stride(), needs_dw
+        backward = layout.backwards.get(key)
+        if backward is None:
+            dy, x, gate = (one if one is None or has_rows(one) else one.contiguous() for one in (dy, x, gate))
+            key = dy.stride(), x.stride(), None if gate is None else gate.stride(), needs_dw
+            backward = layout.backwards.get(key)
         dx = layout.new_x(x)
         dw = torch.empty_like(weight) if needs_dw else None
         dgate = None if layout.new_gate is None else layout.new_gate(gate)
-        backward = layout.backwards.get((dy.stride(), needs_dw))
-        if backward is None:
-            if not has_rows(dy):
-                dy = dy.contiguous()
-            backward = layout.backwards.get((dy.stride(), needs_dw))
         if backward is None:
             eps, offset, _ = layout.kind
             backward = triton_launch.backward(Program, dy, x, weight, gate, (dx, dw, dgate), eps, offset)
-            layout.backwards[dy.stride(), needs_dw] = backward
+            layout.backwards[key] = backward
         backward(dy, x, weight, gate, dx, dw, dgate)
         return dx, dw, dgate, None
 

@@ -62,7 +62,7 @@ def shape_of(device: torch.device, direction: str, width: int, rows: int) -> Sha
 
 
 def layout_of(x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None, kind: Triple) -> tuple[Any, ...]:
-    """What tells one forward launch from another, results included; with ``dy``'s strides, one backward launch."""
+    """What tells one forward launch from another, results included."""
     key = (x.shape, x.stride(), x.dtype, x.device, None if weight is None else weight.dtype, kind)
     return key if gate is None else (*key, gate.stride(), gate.dtype)
 

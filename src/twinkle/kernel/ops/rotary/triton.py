@@ -141,7 +141,8 @@ class _Rotary(torch.autograd.Function):
             results = [_turned_back(grad, cos, sin, ctx.dialect, ctx.heads_at, ctx.dtype) for grad in grads]
         else:
             results = [torch.empty_strided(*at, dtype=ctx.dtype, device=cos.device) for at in ctx.layouts]
-            key = (ctx.key, *[grad.stride() for grad in grads], "backward")
+            # Hooks on saved tensors may have laid out the tables anew.
+            key = (ctx.key, *[tensor.stride() for tensor in (*grads, cos, sin)], "backward")
             program = _programs.get(key)
             if program is None:
                 program = _launched(Program, grads, results, cos, sin, ctx.dialect, ctx.heads_at, backward=True)

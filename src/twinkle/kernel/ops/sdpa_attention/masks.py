@@ -19,7 +19,11 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Remembered(Generic[T]):
-    """Mask -> what was found out about it, until somebody writes into it. Nothing here holds one: it dies with it."""
+    """Mask -> what was found out about it, until PyTorch writes into it. Nothing here holds one: it dies with it.
+
+    What PyTorch doesn't count isn't seen: collectives that receive into a mask, ``mask.data``, somebody's own kernels.
+    Whoever fills the same mask anew in such a way gives the layers a copy.
+    """
 
     def __init__(self) -> None:
         self._found: MutableMapping[torch.Tensor, tuple[int, T]] = WeakIdKeyDictionary()
@@ -32,11 +36,12 @@ class Remembered(Generic[T]):
 
     def of(self, mask: torch.Tensor, find: Callable[[torch.Tensor], T]) -> T:
         """``find(mask)``, or what it gave before."""
-        if mask.is_inference():  # nobody counts the changes of those
+        if mask.is_inference():  # its changes aren't counted at all
             return find(mask)
         known = self._found.get(mask)
         if known is None or known[0] != mask._version:
-            known = self._found[mask] = mask._version, find(mask)
+            with torch.inference_mode(False):  # or a later training couldn't save what was found
+                known = self._found[mask] = mask._version, find(mask)
         return known[1]
 
 
@@ -52,6 +57,7 @@ def can_be_asked(given: Inputs) -> bool:
         and mask.shape[-2] > 1
         and type(mask) in _PLAIN
         and not mask.requires_grad
+        and not mask.is_meta
         and not is_compiling()
         and transformed() is None
         and not (mask.is_cuda and torch.cuda.is_current_stream_capturing())
