@@ -68,8 +68,8 @@ def dispatch(
     own = experts // processes
     owners, everybody = torch.div(index, own, rounding_mode="floor"), torch.arange(processes, device=x.device)
     is_owner = owners[:, None] == everybody[:, None]  # [T, P, K]
-    to = _sorted(everybody.where(is_owner.any(-1), processes), processes)
-    counts = torch.stack((torch.diff(to.ends, prepend=to.ends.new_zeros(1)), is_owner.sum((0, 2))), 1)
+    outgoing = _sorted(everybody.where(is_owner.any(-1), processes), processes)
+    counts = torch.stack((_counts(outgoing), is_owner.sum((0, 2))), 1)
     theirs = torch.empty_like(counts)
     dist.all_to_all_single(theirs, counts, group=group)
     numbers = torch.cat((counts[:, 0], theirs[:, 0], theirs[:, 1]))
@@ -79,15 +79,17 @@ def dispatch(
     # All that doesn't need the sizes is under way. They must be waited for: those that are read early are garbage.
     sizes: list[int] = numbers.tolist()
     sent, received, slots = sizes[:processes], sizes[processes:-processes], sum(sizes[-processes:])
-    away = Copies(to.tokens[: sum(sent)], to.places)
-    arrived, table = _Exchange.apply(sent, received, group, _Spread.apply(x, *away), _Spread.apply(table, *away))
-    local = table.detach()[:, choices:].to(index.dtype) - dist.get_rank(group) * own
-    to = _sorted(local, own)
-    inside = Copies(to.tokens[:slots], to.places)
-    given = _Spread.apply(table[:, :choices].reshape(-1, 1), to.slots[:slots], to.places.reshape(-1, 1))
-    found = Dispatch(away, inside, sent, received, _Spread.apply(arrived, *inside), given.to(weights.dtype))
-    ends = torch.diff(to.ends, prepend=to.ends.new_zeros(1))
-    return found, torch.arange(own, device=x.device).repeat_interleave(ends, output_size=slots)
+    away = Copies(outgoing.tokens[: sum(sent)], outgoing.places)
+    leaving = _Spread.apply(x, *away), _Spread.apply(table, *away)
+    arrived, arrived_table = _Exchange.apply(sent, received, group, *leaving)
+    local = arrived_table.detach()[:, choices:].to(index.dtype) - dist.get_rank(group) * own
+    incoming = _sorted(local, own)
+    inside = Copies(incoming.tokens[:slots], incoming.places)
+    of_slots = Copies(incoming.slots[:slots], incoming.places.reshape(-1, 1))
+    given = _Spread.apply(arrived_table[:, :choices].reshape(-1, 1), *of_slots).to(weights.dtype)
+    found = Dispatch(away, inside, sent, received, _Spread.apply(arrived, *inside), given)
+    experts_here = torch.arange(own, device=x.device)
+    return found, experts_here.repeat_interleave(_counts(incoming), output_size=slots)
 
 
 def combine(results: torch.Tensor, sent: Dispatch, group: dist.ProcessGroup) -> torch.Tensor:
@@ -101,6 +103,11 @@ def _sorted(index: torch.Tensor, owners: int) -> Route:
     programs = _by_triton()
     by = programs.route if programs and launchable(index.device) and index.numel() else route
     return by(index, owners)
+
+
+def _counts(route: Route) -> torch.Tensor:
+    """How many rows each owner has."""
+    return torch.diff(route.ends, prepend=route.ends.new_zeros(1))
 
 
 # A row goes to several places, and what is made of it there is added up again: the one is the other's gradient. Both
