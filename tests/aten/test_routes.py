@@ -220,6 +220,16 @@ def test_a_small_call_that_is_traced_adds_nothing_to_the_graph(measured: Any, ch
         assert registration.counts.fallbacks["jit-trace"] > 0
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.complex128])
+@pytest.mark.parametrize("name", ["clone", "copy_"])
+def test_what_is_small_at_once_goes_by_bytes(name: str, dtype: torch.dtype) -> None:
+    spec = catalog.operator(name)
+    is_small = Routes(spec.work, {"transposed": 1024}).at_once(2 if name == "copy_" else 1)
+    for number, small in ((1024 // dtype.itemsize - 1, True), (1024 // dtype.itemsize, False)):
+        tensor = torch.zeros(number, dtype=dtype)
+        assert is_small((tensor, tensor)) is small
+
+
 def test_gradients_of_small_calls_are_pytorchs(measured: Any, chip: Profile) -> None:
     measured({"transposed": 2**20, "any": 2**20})
     for name, use in (("contiguous", lambda x: x.t().contiguous()), ("dropout", lambda x: torch.dropout(x, 0.0, True))):

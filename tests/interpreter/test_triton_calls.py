@@ -16,8 +16,10 @@ from tests.support.triton_device import DEVICE, NO_GPU, ON_GPU, laid_out
 from twinkle import presets
 from twinkle.kernel import KernelChoice, journal, kernelize
 from twinkle.kernel.ops import worthwhile
+from twinkle.kernel.ops.fused_norms import qk_triton
 from twinkle.kernel.ops.glu import triton as glu
 from twinkle.kernel.ops.rms_norm import triton as rms_norm
+from twinkle.kernel.ops.rotary import triton as rotary_kernels
 from twinkle.kernel.report import Row, report
 from twinkle.kernel.undo import unkernelize
 from twinkle.kernel.verify import allowed_error_used
@@ -325,10 +327,24 @@ def test_a_small_product_with_gradients_is_the_originals(name: str, monkeypatch:
     assert (row.calls, sum(row.fallbacks.values())) == (2, 1)
 
 
+def _tables() -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines for three tokens, side by side in one tensor."""
+    both = laid_out((1, 3, 40), torch.float32, "contiguous", seed=7)
+    return both[..., :16], both[..., 20:36]
+
+
+def _normed_and_turned(x: torch.Tensor, weight: torch.Tensor) -> Any:
+    q, k = x[..., :16].transpose(1, 2), x[..., 20:36].transpose(1, 2)
+    kind = {"q_eps": 1e-6, "k_eps": 1e-6, "offset": 0.0, "cast": "before", "heads_at": 1}
+    return qk_triton.qk_norm_rotary(q, k, weight, weight, *_tables(), **kind)
+
+
 HOOKED: dict[str, tuple[Callable[..., torch.Tensor], tuple[tuple[int, ...], ...]]] = {
     "rms_norm": (lambda x, w: rms_norm.rms_norm(x[..., 8:24], w, None, 1e-6, 0.0, "before"), ((4, 32), (16,))),
     "glu": (lambda x: glu.glu(*x.chunk(2, -1), "silu"), ((4, 32),)),
     "fused_glu": (lambda x: glu.fused_glu(x[:, :32], "silu"), ((4, 48),)),
+    "qk_norm_rotary": (lambda x, w: torch.cat(_normed_and_turned(x, w), -1), ((1, 3, 4, 64), (16,))),
+    "rotary": (lambda x: rotary_kernels._Rotary.apply(x, None, *_tables(), 0, 1), ((1, 4, 3, 16),)),
 }
 """Of views, which a hook may give back dense."""
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
-from twinkle.kernel.ops.torch_support import transformed
+from twinkle.kernel.ops.torch_support import PLAIN, transformed
 from twinkle.kernel.ops.triton_support import DTYPES
 from twinkle.naming import version_of
 from twinkle.reasons import Reason
@@ -129,7 +129,7 @@ def call_reason(*tensors: torch.Tensor, one_dtype: bool = True) -> str | None:
     if device.type not in _launchable:
         return "the tensors are on a device that Liger's kernels don't run on"
     for tensor in tensors:
-        if type(tensor) not in _PLAIN:
+        if type(tensor) not in PLAIN:
             return "a tensor subclass"
         if tensor.device != device:
             return "the tensors are on different devices"
@@ -142,9 +142,6 @@ def call_reason(*tensors: torch.Tensor, one_dtype: bool = True) -> str | None:
     if first.shape[-1] > WIDEST:
         return "rows wider than 65536"
     return transformed()
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def liger_function(name: str) -> Any:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.compiler import is_compiling
 
-from twinkle.kernel.ops.torch_support import transformed
+from twinkle.kernel.ops.torch_support import PLAIN, transformed
 from twinkle.platforms import get_platform
 from twinkle.reasons import Reason
 
@@ -91,7 +91,7 @@ def call_reason(*tensors: torch.Tensor | None, one_dtype: bool = True) -> str | 
     for tensor in tensors:
         if tensor is None:
             continue
-        if type(tensor) not in _PLAIN:
+        if type(tensor) not in PLAIN:
             return "a tensor subclass"
         if tensor.device != device:
             return "the tensors are on different devices"
@@ -102,6 +102,3 @@ def call_reason(*tensors: torch.Tensor | None, one_dtype: bool = True) -> str | 
     if first.numel() == 0:
         return "an empty tensor"
     return transformed()
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -13,6 +13,9 @@ from twinkle.reasons import Reason
 if TYPE_CHECKING:
     from twinkle.kernel.targets import Site
 
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""The types of tensors that kernels read: of a subclass nobody knows what its memory means."""
+
 # F.rms_norm is one kernel on CUDA, with about a tenth of the original's traffic. What else may win there stays out
 # until a result file says so.
 FASTER: dict[str, tuple[str, ...]] = {

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.compiler import is_compiling
 
-from twinkle.kernel.ops.torch_support import transformed
+from twinkle.kernel.ops.torch_support import PLAIN, transformed
 from twinkle.reasons import Reason
 from twinkle.triton_programs import device_types, interpreted
 
@@ -111,7 +111,7 @@ def call_reason(*tensors: torch.Tensor | None) -> str | None:
     for tensor in tensors:
         if tensor is None:
             continue
-        if type(tensor) not in _PLAIN:
+        if type(tensor) not in PLAIN:
             return "a tensor subclass"
         if not compiling and _of_transform(tensor):
             return "a tensor of a functorch transform"  # maybe of one that is over, which has no memory of its own
@@ -124,7 +124,6 @@ def call_reason(*tensors: torch.Tensor | None) -> str | None:
     return transformed()
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _of_transform = torch._C._functorch.is_functorch_wrapped_tensor
 
 

@@ -20,6 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from twinkle.kernel.ops.sdpa_attention.inputs import Inputs, mean_of_values
 from twinkle.kernel.ops.sdpa_attention.masks import Remembered, can_be_asked
+from twinkle.kernel.ops.torch_support import PLAIN
 
 QUERIES: dict[str, int] = {"cuda": 4096}
 """Device type -> from how many queries on it was measured faster than ``F.scaled_dot_product_attention``, for every
@@ -36,7 +37,6 @@ NARROWEST, WIDEST = 16, 256
 DTYPES = (torch.bfloat16, torch.float16)
 """Those that were measured."""
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 BLOCK = 128
 """Queries and keys of a block."""
@@ -71,7 +71,7 @@ def can(given: Inputs, dropout: float) -> bool:
         and mask.shape[2:] == (query.shape[2], key.shape[2])  # not one row for all queries
         and not dropout
         and can_be_asked(given)
-        and all(type(tensor) in _PLAIN for tensor in (query, key, value))
+        and all(type(tensor) in PLAIN for tensor in (query, key, value))
         and query.dtype == key.dtype == value.dtype
         and min(query.shape[-1], value.shape[-1]) >= NARROWEST
         and max(query.shape[-1], value.shape[-1]) <= WIDEST

@@ -11,11 +11,9 @@ from torch.compiler import is_compiling
 from torch.utils.weak import WeakIdKeyDictionary
 
 from twinkle.kernel.ops.sdpa_attention.inputs import Inputs, additive, without_empty_rows
-from twinkle.kernel.ops.torch_support import transformed
+from twinkle.kernel.ops.torch_support import PLAIN, transformed
 
 T = TypeVar("T")
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Remembered(Generic[T]):
@@ -55,13 +53,21 @@ def can_be_asked(given: Inputs) -> bool:
         mask is not None
         and given.shared
         and mask.shape[-2] > 1
-        and type(mask) in _PLAIN
+        and type(mask) in PLAIN
         and not mask.requires_grad
         and not mask.is_meta
         and not is_compiling()
         and transformed() is None
-        and not (mask.is_cuda and torch.cuda.is_current_stream_capturing())
+        and not _is_captured(mask)
     )
+
+
+def _is_captured(mask: torch.Tensor) -> bool:
+    """Whether what is called now becomes part of a graph, in which nobody can wait for the device."""
+    if mask.device.type == "cpu":
+        return False
+    asked = getattr(torch.get_device_module(mask.device), "is_current_stream_capturing", None)
+    return asked is not None and bool(asked())
 
 
 def filled(given: Inputs) -> tuple[torch.Tensor | None, torch.Tensor | None]:
