@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 pytest.importorskip("transformers")
 
@@ -110,6 +114,74 @@ def test_what_an_evaluation_found_out_about_a_mask_serves_a_training(as_numbers:
         attention(MODULE, query, key, value, mask)
     attention(MODULE, query, key, value, mask)[0].sum().backward()
     assert query.grad is not None
+
+
+def test_a_mask_that_a_compilers_graph_fills_anew_is_looked_at_each_time() -> None:
+    """CUDA graphs of torch.compile give the same tensor each time, and nobody counts what they write."""
+    query, key, value = (torch.randn(1, 2, 5, 16) for _ in range(3))
+    mask = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
+    torch._C._set_cached_tensors_enabled(True)
+    torch._C._add_cached_tensor(mask)
+    try:
+        attention(MODULE, query, key, value, mask)
+        mask.data[:, :, 2] = False
+        torch.testing.assert_close(attention(MODULE, query, key, value, mask)[0][:, 2], value.mean(2))
+    finally:
+        torch._C._remove_cached_tensor(mask)
+        torch._C._set_cached_tensors_enabled(False)
+
+
+def test_selective_checkpointing_meets_the_same_operators_twice() -> None:
+    """What was found out about a mask in the first forward isn't found out again in the second."""
+    mask = torch.where(torch.ones(1, 1, 5, 5, dtype=torch.bool).tril(), 0.0, torch.finfo(torch.float32).min)
+    leaves = [torch.randn(1, 2, 5, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+
+    def block(*qkv: torch.Tensor) -> torch.Tensor:
+        out = attention(MODULE, *qkv, mask)[0]
+        return (out.float().clamp(min=-1).to(torch.bfloat16) * out).float()
+
+    def saves_all(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, saves_all)
+    again = checkpoint(block, *leaves, use_reentrant=False, context_fn=contexts).sum()
+    torch.testing.assert_close(torch.autograd.grad(again, leaves), torch.autograd.grad(block(*leaves).sum(), leaves))
+
+
+def test_a_mask_with_numbers_among_fake_tensors() -> None:
+    mask = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        query, key, value = (torch.empty(1, 2, 5, 16) for _ in range(3))
+        assert attention(MODULE, query, key, value, mask)[0].shape == (1, 5, 2, 16)
+    query, key, value = (torch.randn(1, 2, 5, 16) for _ in range(3))
+    assert type(attention(MODULE, query, key, value, mask)[0]) is torch.Tensor, "what was found out is not fake"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("as_numbers", [False, True])
+@pytest.mark.parametrize("trace", [make_fx, torch.jit.trace], ids=["make_fx", "torch.jit.trace"])
+def test_a_trace_serves_other_masks(trace: Any, as_numbers: bool) -> None:
+    query, key, value = (torch.randn(1, 2, 5, 16) for _ in range(3))
+    kept = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
+    first, second = (torch.where(m, 0.0, -1e38) if as_numbers else m for m in (kept, kept.flip(-1)))
+
+    def function(*given: torch.Tensor) -> torch.Tensor:
+        return attention(MODULE, *given)[0]
+
+    expected = function(query, key, value, second)
+    example = query, key, value, first
+    function(*example)
+    traced = trace(function)(*example) if trace is make_fx else trace(function, example)
+    torch.testing.assert_close(traced(query, key, value, second), expected)
+
+
+def test_under_autocast_rows_without_keys_change_no_dtype() -> None:
+    query, key, value = (torch.randn(1, 2, 5, 16) for _ in range(3))
+    mask = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril(-1)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attention(MODULE, query, key, value, mask)[0]
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out[:, 0], value.mean(2).bfloat16())
 
 
 def test_tensors_without_numbers_are_asked_for_none() -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.config
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("transformers")
 
@@ -145,6 +147,18 @@ def test_surroundings_that_are_not_for_it() -> None:
     torch.func.vmap(lambda x: seen.append(flex.can(inputs, 0.0)) or x)(torch.ones(2))
     assert seen == [False]
     assert torch.compile(lambda x: x if flex.can(inputs, 0.0) else -x, backend="eager")(torch.ones(())) == -1
+
+
+def test_under_a_mode_that_sees_every_operator() -> None:
+    """Nothing is compiled there, unless it is selective checkpointing's."""
+    inputs = given(window(256, 10))
+    with FlopCounterMode(display=False):
+        out = BY_FLEX(MODULE, *inputs[:4])[0]
+    torch.testing.assert_close(out, FUSED(MODULE, *inputs[:4])[0])
+    first, second = create_selective_checkpoint_contexts(lambda *given, **options: CheckpointPolicy.MUST_RECOMPUTE)
+    for mode in (first, second):
+        with mode:
+            assert flex.can(inputs, 0.0)
 
 
 def test_it_serves_from_the_measured_length_in_measured_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:

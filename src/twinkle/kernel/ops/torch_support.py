@@ -58,4 +58,11 @@ def transformed() -> str | None:
         return "inside a functorch transform"
     if forward_ad._current_level >= 0:
         return "inside forward-mode differentiation"
-    return "inside torch.jit.trace" if torch._C._is_tracing() else None
+    if torch._C._is_tracing():
+        return "inside torch.jit.trace"
+    if torch._C._len_torch_dispatch_stack() and torch._C._get_dispatch_mode(_TRACES) is not None:
+        return "inside make_fx"
+    return None
+
+
+_TRACES = torch._C._TorchDispatchModeKey.PROXY

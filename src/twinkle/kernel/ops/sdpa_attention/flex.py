@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from twinkle.kernel.ops.sdpa_attention.inputs import Inputs, mean_of_values
+from twinkle.kernel.ops.sdpa_attention.inputs import Inputs, with_means
 from twinkle.kernel.ops.sdpa_attention.masks import Remembered, can_be_asked
 from twinkle.kernel.ops.torch_support import PLAIN
 
@@ -77,7 +78,14 @@ def can(given: Inputs, dropout: float) -> bool:
         and max(query.shape[-1], value.shape[-1]) <= WIDEST
         and not (query.device.type == "cpu" and any(tensor.requires_grad for tensor in (query, key, value)))
         and not torch.is_autocast_enabled(query.device.type)
+        and not _is_watched()
     )
+
+
+def _is_watched() -> bool:
+    """Whether a mode sees every operator, as one that counts their work does: PyTorch compiles nothing there, and the
+    mode knows no flex attention. Those of selective checkpointing leave compilers alone."""
+    return not all(mode.ignore_compile_internals() for mode in _get_current_dispatch_mode_stack())
 
 
 def pays(given: Inputs, dropout: float) -> bool:
@@ -106,7 +114,7 @@ def attention(given: Inputs) -> torch.Tensor | None:
         out = function(query, key, value, block_mask=named, scale=given.scale, enable_gqa=given.groups > 1)
     except FailOnRecompileLimitHit:
         return None
-    return out if blocks.empty is None else torch.where(blocks.empty, mean_of_values(value, given.groups), out)
+    return with_means(out, blocks.empty, given)
 
 
 @functools.cache

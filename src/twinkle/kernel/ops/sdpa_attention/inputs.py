@@ -38,7 +38,7 @@ class Inputs(NamedTuple):
     @property
     def groups(self) -> int:
         """Heads of queries for each head of keys."""
-        return self.query.shape[1] // self.key.shape[1]
+        return int(self.query.shape[1] // self.key.shape[1])  # a tensor inside of torch.jit.trace
 
 
 def inputs_of(
@@ -91,7 +91,7 @@ def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def without_empty_rows(mask: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """The mask of scores of a dtype with all keys for rows that have none, and ``[..., Sq, 1]``, which rows those are.
 
-    In transformers' eager attention such a row is the mean of all values (:func:`mean_of_values`). Fused kernels make
+    In transformers' eager attention such a row is the mean of all values (:func:`with_means`). Fused kernels make
     it zero or NaN; and where it is right, as PyTorch's on a CPU for an additive mask, its gradients are too large by
     the number of keys: the logarithm of that is lost beside the lowest number. Eager attention has gradients for query
     and keys of such a row as well, of which its result doesn't depend; here it has none.
@@ -103,9 +103,16 @@ def without_empty_rows(mask: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Te
     return mask.masked_fill(empty, 0), empty
 
 
-def mean_of_values(value: torch.Tensor, groups: int) -> torch.Tensor:
-    """``[B, N, 1, D]``, for the rows that have no key."""
-    return repeated(value.mean(2, keepdim=True), groups)
+def with_means(out: torch.Tensor, empty: torch.Tensor | None, given: Inputs) -> torch.Tensor:
+    """A result with the mean of all values in the rows that have no key, in its own dtype: autocast's, should it be on.
+
+    Args:
+        out: ``[B, N, Sq, D]``.
+        empty: ``[..., Sq, 1]``, which rows those are; None for none.
+    """
+    if empty is None:
+        return out
+    return torch.where(empty, repeated(given.value.mean(2, keepdim=True), given.groups).to(out.dtype), out)
 
 
 def repeated(tensor: torch.Tensor, groups: int) -> torch.Tensor:

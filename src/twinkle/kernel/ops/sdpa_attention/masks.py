@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, MutableMapping
-from typing import Generic, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.compiler import is_compiling
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from twinkle.kernel.ops.sdpa_attention.inputs import Inputs, additive, without_empty_rows
@@ -19,8 +21,8 @@ T = TypeVar("T")
 class Remembered(Generic[T]):
     """Mask -> what was found out about it, until PyTorch writes into it. Nothing here holds one: it dies with it.
 
-    What PyTorch doesn't count isn't seen: collectives that receive into a mask, ``mask.data``, somebody's own kernels.
-    Whoever fills the same mask anew in such a way gives the layers a copy.
+    What PyTorch doesn't count isn't seen: collectives that receive into a mask, ``mask.data``, somebody's own kernels,
+    a captured graph that is replayed. Whoever fills the same mask anew in such a way gives the layers a copy.
     """
 
     def __init__(self) -> None:
@@ -38,9 +40,15 @@ class Remembered(Generic[T]):
             return find(mask)
         known = self._found.get(mask)
         if known is None or known[0] != mask._version:
-            with torch.inference_mode(False):  # or a later training couldn't save what was found
+            with torch.inference_mode(False), _unseen():  # or a later training couldn't save what was found
                 known = self._found[mask] = mask._version, find(mask)
         return known[1]
+
+
+def _unseen() -> AbstractContextManager[Any]:
+    """Hides what is done once from modes that see every operator: selective checkpointing counts on the same ones in
+    its second forward, and under fake tensors a mask that is none would answer no question."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 def can_be_asked(given: Inputs) -> bool:
@@ -58,8 +66,14 @@ def can_be_asked(given: Inputs) -> bool:
         and not mask.is_meta
         and not is_compiling()
         and transformed() is None
+        and not _is_filled_by_a_graph(mask)
         and not _is_captured(mask)
     )
+
+
+def _is_filled_by_a_graph(mask: torch.Tensor) -> bool:
+    """Whether a compiler's CUDA graph gave it: the same tensor each time, and what a replay writes isn't counted."""
+    return bool(torch._C._is_cached_tensor(mask))  # type: ignore[attr-defined]
 
 
 def _is_captured(mask: torch.Tensor) -> bool:

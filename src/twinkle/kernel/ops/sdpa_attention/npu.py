@@ -22,7 +22,7 @@ from twinkle.kernel.ops.sdpa_attention.inputs import (
     additive,
     call_reason,
     inputs_of,
-    mean_of_values,
+    with_means,
     without_empty_rows,
 )
 from twinkle.kernel.ops.sdpa_attention.reference import original
@@ -117,7 +117,7 @@ def _attention(given: Inputs, dropout: float, before_scale: bool) -> torch.Tenso
         bias = additive(mask / scale if before_scale else mask, query.dtype)
         bias = bias.expand(*query.shape[:3], key.shape[2]).contiguous()
     out = _Attention.apply(query, key, value, bias, masked, scale, keep, PLAIN)
-    return torch.where(empty, mean_of_values(value, given.groups), out)
+    return with_means(out, empty, given)
 
 
 def scaled_with_the_scores(device: torch.device) -> bool:

@@ -13,13 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from twinkle.kernel.ops.sdpa_attention.inputs import (
-    Inputs,
-    call_reason,
-    inputs_of,
-    mean_of_values,
-    repeated,
-)
+from twinkle.kernel.ops.sdpa_attention.inputs import Inputs, call_reason, inputs_of, repeated, with_means
 from twinkle.kernel.ops.sdpa_attention.masks import filled
 
 WIDEST = 256
@@ -37,7 +31,7 @@ def fused(given: Inputs, dropout: float) -> torch.Tensor:
     out = F.scaled_dot_product_attention(
         query, key, value, mask, dropout, given.causal, scale=given.scale, enable_gqa=shared
     )
-    return out if empty is None else torch.where(empty, mean_of_values(given.value, groups), out)
+    return with_means(out, empty, given)
 
 
 def load(target: Any) -> Callable[..., Any]:
