@@ -14,14 +14,23 @@ _included = torch._C._dispatch_tls_is_dispatch_key_included
 _transforms_active = torch._C._are_functorch_transforms_active
 
 
-def wants_formula() -> bool:
+def wants_formula(*grads: torch.Tensor) -> bool:
     """Whether a backward of ours has to use :func:`gradients_by_formula`, since no kernel can compute what is wanted.
 
     That is a gradient that will be differentiated again (``create_graph=True``), or several at once, under ``vmap``
     (``is_grads_batched=True``, ``jacobian(vectorize=True)``), whose tensors have no memory of their own. A compiler
     traces what the backward does otherwise.
+
+    Args:
+        grads: those that a kernel reads as they lie; the memory of a negated one, as that of a conjugate's imaginary
+            part is, has the other signs.
     """
-    return not is_compiling() and (torch.is_grad_enabled() or _included(_VMAP) or _transforms_active())
+    if is_compiling():
+        return False
+    for grad in grads:
+        if grad.is_neg():
+            return True
+    return torch.is_grad_enabled() or _included(_VMAP) or _transforms_active()
 
 
 def gradients_by_formula(

@@ -113,15 +113,18 @@ def call_reason(*tensors: torch.Tensor | None) -> str | None:
             continue
         if type(tensor) not in PLAIN:
             return "a tensor subclass"
-        if not compiling and _of_transform(tensor):
-            return "a tensor of a functorch transform"  # maybe of one that is over, which has no memory of its own
+        if not compiling:
+            if _of_transform(tensor):
+                return "a tensor of a functorch transform"  # maybe of one that is over, which has no memory of its own
+            if tensor.is_neg():
+                return "a negated tensor"  # whose memory has the other signs
         if tensor.dtype not in DTYPES:
             return "the dtype is none of fp32, bf16, fp16"
         if tensor.device != device:
             return "the tensors are on different devices"
     if first.numel() == 0:
         return "an empty tensor"
-    return transformed()
+    return None if compiling else transformed()
 
 
 _of_transform = torch._C._functorch.is_functorch_wrapped_tensor

@@ -66,7 +66,8 @@ class _Layout:
         dtypes: of the sum and of its norm.
         rows: how many.
         forward: see :func:`_forward`.
-        backwards: the same for the backward, by whether the weight's gradient is wanted.
+        backwards: the same for the backward, by the dtypes of what was saved, in which hooks may have had their say,
+            and whether the weight's gradient is wanted.
     """
 
     __slots__ = ("backwards", "dtypes", "forward", "kind", "rows")
@@ -76,7 +77,7 @@ class _Layout:
         self.dtypes = _dtypes(residual, summand, weight, kind.cast)
         self.rows = residual.numel() // residual.shape[-1]
         self.forward = _forward(Program, residual, kind)
-        self.backwards: dict[bool, Callable[..., None]] = {}
+        self.backwards: dict[tuple[Any, ...], Callable[..., None]] = {}
 
 
 _layouts: Memory[_Layout] = Memory()
@@ -119,10 +120,11 @@ class _AddNorm(torch.autograd.Function):
             assert dx is not None
         else:
             dx, dw = torch.empty_like(total), torch.empty_like(weight) if needs_dw else None
-            backward = layout.backwards.get(needs_dw)
+            key = total.dtype, weight.dtype, rstd.dtype, needs_dw
+            backward = layout.backwards.get(key)
             if backward is None:
                 backward = _backward(Program, total, layout.kind.offset, needs_dw)
-                layout.backwards[needs_dw] = backward
+                layout.backwards[key] = backward
             backward(dtotal.contiguous(), dy.contiguous(), total.contiguous(), weight, rstd, dx, dw)
         return (*[dx if dx.dtype == dtype else dx.to(dtype) for dtype in ctx.dtypes], dw, None)
 

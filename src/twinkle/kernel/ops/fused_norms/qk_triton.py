@@ -55,8 +55,8 @@ class _Layout:
         dtype: of the results.
         places: of the results.
         forward: see :func:`qk_launch.forward`.
-        backwards: the same for the backward, by the strides of what it reads, in which hooks on saved tensors may have
-            had their say, and whether the weights' gradients are wanted.
+        backwards: the same for the backward, by the strides and dtypes of what it reads, in which hooks on saved
+            tensors may have had their say, and whether the weights' gradients are wanted.
     """
 
     __slots__ = ("backwards", "dtype", "forward", "kind", "places")
@@ -112,14 +112,17 @@ class _NormRotary(torch.autograd.Function):
         q, k, q_weight, k_weight, cos, sin = saved_tensors(ctx, "qk_norm_rotary by triton")
         layout: _Layout = ctx.layout
         needed = ctx.needs_input_grad[:4]
-        if wants_formula():
+        if wants_formula(q_grad, k_grad):
             formula: Any = functools.partial(original, cos=cos, sin=sin, **layout.kind._asdict())
             inputs = q, k, q_weight, k_weight
             return (*gradients_by_formula(formula, inputs, needed, q_grad, k_grad), None, None, None)
         needs_dw = needed[2] or needed[3]
         dq, dk = torch.empty_like(q), torch.empty_like(k)
         dqw, dkw = (torch.empty_like(q_weight), torch.empty_like(k_weight)) if needs_dw else (None, None)
-        key = tuple(tensor.stride() for tensor in (q_grad, k_grad, q, k, cos, sin)), needs_dw
+        key = (
+            q_grad.stride(), k_grad.stride(), q.stride(), k.stride(), cos.stride(), sin.stride(),
+            q.dtype, k.dtype, q_weight.dtype, k_weight.dtype, cos.dtype, sin.dtype, needs_dw,
+        )  # fmt: skip
         backward = layout.backwards.get(key)
         if backward is None:
             grads = q_grad, k_grad

@@ -87,7 +87,7 @@ def _eager_backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, re
     They may lie otherwise than those whose key the forward gave: hooks on saved tensors have had their say.
     """
     dgate, dup = results
-    key = forward_key, grad.stride(), gate.stride(), up.stride(), dgate.stride()
+    key = forward_key, grad.stride(), gate.stride(), gate.dtype, up.stride(), up.dtype, dgate.stride()
     program = _programs.get(key)
     if program is None:
         activation = forward_key[-1]
@@ -117,7 +117,7 @@ class _Glu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         gate, up = saved_tensors(ctx, "the gated product by triton")
-        if wants_formula():
+        if wants_formula(grad):
             formula = functools.partial(_by_formula, activation=ctx.key[-1])
             return (*gradients_by_formula(formula, (gate, up), ctx.needs_input_grad[:2], grad), None)
         results = _empty_product(gate), _empty_product(up)
@@ -140,7 +140,7 @@ class _FusedGlu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         (gate_up,) = saved_tensors(ctx, "the gated product by triton")
-        if wants_formula():
+        if wants_formula(grad):
             formula = functools.partial(_by_formula, activation=ctx.key[-1])
             return (*gradients_by_formula(lambda t: formula(*t.chunk(2, dim=-1)), (gate_up,), (True,), grad), None)
         result = _empty_product(gate_up)

@@ -35,8 +35,7 @@ class _Layout:
         new_x, new_gate: make a tensor like them: ``torch.empty_like``, or what they need in its place.
         new_y: the same for the result, of ``x``.
         forward: see :func:`triton_launch.forward`.
-        backwards: the same for the backward, by the strides of what it reads, in which hooks on saved tensors may have
-            had their say, and whether the weight's gradient is wanted.
+        backwards: the same for the backward, by :func:`_backward_key`.
     """
 
     __slots__ = ("backwards", "forward", "kind", "new_gate", "new_x", "new_y")
@@ -75,16 +74,16 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         x, weight, gate = saved_tensors(ctx, "rms_norm by triton")
-        if wants_formula():
+        if wants_formula(dy):
             formula = functools.partial(_by_formula, kind=ctx.layout.kind)
             return (*gradients_by_formula(formula, (x, weight, gate), ctx.needs_input_grad[:3], dy), None)
         layout: _Layout = ctx.layout
         needs_dw = ctx.needs_input_grad[1]
-        key = dy.stride(), x.stride(), None if gate is None else gate.stride(), needs_dw
+        key = _backward_key(dy, x, weight, gate, needs_dw)
         backward = layout.backwards.get(key)
         if backward is None:
             dy, x, gate = (one if one is None or has_rows(one) else one.contiguous() for one in (dy, x, gate))
-            key = dy.stride(), x.stride(), None if gate is None else gate.stride(), needs_dw
+            key = _backward_key(dy, x, weight, gate, needs_dw)
             backward = layout.backwards.get(key)
         dx = layout.new_x(x)
         dw = torch.empty_like(weight) if needs_dw else None
@@ -98,6 +97,14 @@ class _RMSNorm(torch.autograd.Function):
 
 
 _apply = quick_apply(_RMSNorm)
+
+
+def _backward_key(dy: torch.Tensor, x: torch.Tensor, weight: Any, gate: Any, needs_dw: bool) -> tuple[Any, ...]:
+    """What tells the backwards of one layout apart. In all but ``dy`` hooks on saved tensors may have had their say."""
+    return (
+        dy.stride(), x.stride(), x.dtype, None if weight is None else weight.dtype,
+        None if gate is None else (gate.stride(), gate.dtype), needs_dw,
+    )  # fmt: skip
 
 
 def _by_formula(x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None, kind: Kind) -> torch.Tensor:

@@ -137,12 +137,12 @@ class _Rotary(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         cos, sin = saved_tensors(ctx, "rotary by triton")
         results: Any
-        if wants_formula():
+        if wants_formula(*grads):
             results = [_turned_back(grad, cos, sin, ctx.dialect, ctx.heads_at, ctx.dtype) for grad in grads]
         else:
             results = [torch.empty_strided(*at, dtype=ctx.dtype, device=cos.device) for at in ctx.layouts]
             # Hooks on saved tensors may have laid out the tables anew.
-            key = (ctx.key, *[tensor.stride() for tensor in (*grads, cos, sin)], "backward")
+            key = (ctx.key, *[tensor.stride() for tensor in (*grads, cos, sin)], cos.dtype, sin.dtype, "backward")
             program = _programs.get(key)
             if program is None:
                 program = _launched(Program, grads, results, cos, sin, ctx.dialect, ctx.heads_at, backward=True)
