@@ -111,6 +111,22 @@ def test_a_source_that_was_written_meanwhile_is_an_error(mlp: Any) -> None:
         torch.autograd.grad(out.sum(), mlp.down_proj.weight)
 
 
+def test_a_weight_that_was_written_meanwhile_is_an_error(mlp: Any) -> None:
+    """PyTorch itself looks at nothing that goes through hooks."""
+    x = torch.randn(4, 32, device=DEVICE, requires_grad=True)
+    out = mlp(x)
+    with torch.no_grad():
+        mlp.down_proj.weight.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out.sum(), x)
+
+
+def test_a_last_projection_that_writes_into_its_input(mlp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it saves then isn't the product."""
+    mlp.down_proj = nn.Sequential(nn.ReLU(inplace=True), mlp.down_proj)
+    assert equal(gradients(mlp), kept(mlp, monkeypatch))
+
+
 def test_an_adapter_on_the_down_projection_gets_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)

@@ -16,8 +16,10 @@ WORTH_BYTES = 2**24
 _NOTHING = nullcontext()
 
 
-class _Recipe(NamedTuple):
-    compute: Callable[..., torch.Tensor]
+class _Packed(NamedTuple):
+    """What a backward needs: computed from the sources, or their only one. Hooks alone compare its versions."""
+
+    compute: Callable[..., torch.Tensor] | None
     sources: tuple[torch.Tensor, ...]
     versions: list[int]
     shape: torch.Size
@@ -34,7 +36,8 @@ def computed_again(
     Args:
         result: contiguous.
         compute: gives ``result`` again from the sources, without a graph.
-        sources: kept until the backward in any case; one that was written meanwhile is an error there, as PyTorch's.
+        sources: kept until the backward in any case. One that was written meanwhile is an error there, as PyTorch's is,
+            and so is anything else that was saved.
     """
     if is_compiling() or not torch.is_grad_enabled() or not result.requires_grad or result.nbytes < WORTH_BYTES:
         return _NOTHING
@@ -42,23 +45,24 @@ def computed_again(
         return _NOTHING
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return _NOTHING
-    begin, elements, dtype = result.data_ptr(), result.numel(), result.dtype
+    begin, elements, dtype, version = result.data_ptr(), result.numel(), result.dtype, result._version
     versions = [source._version for source in sources]
 
-    def pack(saved: torch.Tensor) -> torch.Tensor | _Recipe:
-        """A linear layer saves its input as a matrix."""
+    def pack(saved: torch.Tensor) -> _Packed:
+        """A linear layer saves its input as a matrix. What was written into since is another result."""
         same = saved.data_ptr() == begin and saved.numel() == elements and saved.is_contiguous()
-        return _Recipe(compute, sources, versions, saved.shape) if same and saved.dtype == dtype else saved
+        if same and saved.dtype == dtype and saved._version == version:
+            return _Packed(compute, sources, versions, saved.shape)
+        return _Packed(None, (saved,), [saved._version], saved.shape)
 
     return saved_tensors_hooks(pack, _unpack)
 
 
-def _unpack(packed: torch.Tensor | _Recipe) -> torch.Tensor:
-    if isinstance(packed, torch.Tensor):
-        return packed
+def _unpack(packed: _Packed) -> torch.Tensor:
     compute, sources, versions, shape = packed
     if [source._version for source in sources] != versions:
         raise RuntimeError(
-            "what a gated MLP's product is computed from has been modified by an inplace operation since the forward"
+            "what the backward of a gated MLP's last projection needs has been modified by an inplace operation since "
+            "the forward"
         )
-    return compute(*sources).view(shape)
+    return sources[0] if compute is None else compute(*sources).view(shape)
