@@ -74,6 +74,8 @@ def test_what_is_added_is_a_number(dtype: torch.dtype) -> None:
     lowest = torch.finfo(dtype).min
     assert additive(given, dtype).tolist() == [lowest, lowest, -2.0]
     assert additive(torch.tensor([True, False]), dtype).tolist() == [0, lowest]
+    narrow = torch.tensor([float("-inf"), 1.0], dtype=torch.float16)
+    assert additive(narrow, dtype).tolist() == [torch.finfo(torch.float16).min, 1]
 
 
 def test_a_graded_mask_is_not_made_boolean() -> None:
@@ -173,6 +175,18 @@ def test_a_trace_serves_other_masks(trace: Any, as_numbers: bool) -> None:
     function(*example)
     traced = trace(function)(*example) if trace is make_fx else trace(function, example)
     torch.testing.assert_close(traced(query, key, value, second), expected)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("masked", [False, True])
+def test_compiled_for_any_number_of_heads(masked: bool, heads: int) -> None:
+    query, key, value = (torch.randn(2, n, 5, 16) for n in (2, heads, heads))
+    mask = torch.ones(2, 1, 5, 5, dtype=torch.bool).tril() if masked else None
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda *given: attention(MODULE, *given)[0], fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    torch.testing.assert_close(compiled(query, key, value, mask), attention(MODULE, query, key, value, mask)[0])
 
 
 def test_under_autocast_rows_without_keys_change_no_dtype() -> None:

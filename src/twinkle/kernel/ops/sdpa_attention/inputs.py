@@ -38,7 +38,7 @@ class Inputs(NamedTuple):
     @property
     def groups(self) -> int:
         """Heads of queries for each head of keys."""
-        return int(self.query.shape[1] // self.key.shape[1])  # a tensor inside of torch.jit.trace
+        return self.query.shape[1] // self.key.shape[1]
 
 
 def inputs_of(
@@ -81,11 +81,11 @@ def inputs_of(
 
 
 def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A mask to add to scores of a dtype: its lowest number, not minus infinity, where nothing is kept."""
+    """A mask to add to scores of a dtype: the lowest number of that and its own where nothing is kept."""
     lowest = torch.finfo(dtype).min
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, lowest)
-    return mask.clamp(min=lowest).to(dtype)
+    return mask.clamp(min=max(lowest, torch.finfo(mask.dtype).min)).to(dtype)
 
 
 def without_empty_rows(mask: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,13 +24,13 @@ def fused(given: Inputs, dropout: float) -> torch.Tensor:
     """``[B, N, Sq, Dv]`` by ``F.scaled_dot_product_attention``."""
     query, key, value, groups = given.query, given.key, given.value, given.groups
     mask, empty = filled(given)
+    options = {}
     # With a mask PyTorch would take the unfused path for shared heads.
-    shared = groups > 1 and mask is None and key.shape[-1] == value.shape[-1] <= WIDEST
-    if not shared:
+    if groups > 1 and mask is None and key.shape[-1] == value.shape[-1] <= WIDEST:
+        options["enable_gqa"] = True  # the condition itself may be a compiler's symbol, or a trace's tensor
+    else:
         key, value = repeated(key, groups), repeated(value, groups)
-    out = F.scaled_dot_product_attention(
-        query, key, value, mask, dropout, given.causal, scale=given.scale, enable_gqa=shared
-    )
+    out = F.scaled_dot_product_attention(query, key, value, mask, dropout, given.causal, scale=given.scale, **options)
     return with_means(out, empty, given)
 
 
