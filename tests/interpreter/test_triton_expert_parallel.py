@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="on GPUs, tests/moe/test
 
 def test_two_processes_share_the_experts(tmp_path: Path) -> None:
     found = problems(tmp_path, 2, "tests.support.expert_cases:INTERPRETED")
-    assert len(found) == 6
+    assert len(found) == 10
     check(found)
 
 
@@ -31,7 +31,7 @@ def test_tritons_programs_are_used_and_find_the_same() -> None:
     there = int(theirs.ends[-1])
     assert torch.equal(ours.places, theirs.places) and torch.equal(ours.ends, theirs.ends)
     assert torch.equal(ours.tokens[:there], theirs.tokens[:there])
-    rows = torch.randn(there, 6)
+    rows = torch.randn(there, 8)[:, :6]  # as they are where the weights came with them
     expected = torch.zeros(30, 6).index_add(0, theirs.tokens[:there], rows)
     torch.testing.assert_close(dispatch._Gathered.apply(rows, theirs.tokens[:there], theirs.places), expected)
     assert dispatch._sorted(index[:0], 4).ends.tolist() == [0, 0, 0, 0]

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.models import mapping, rows_of
 from twinkle import presets
 from twinkle.kernel import kernelize
 from twinkle.kernel.undo import unkernelize
 from twinkle.moe import apply_expert_parallel, gather_state_dict, load_state_dict
-from twinkle.moe.dispatch import combine, dispatch
+from twinkle.moe.dispatch import Dispatch, combine, dispatch
 from twinkle.moe.parts import is_experts
 
 Change = Callable[[nn.Module], Any]
@@ -152,30 +153,126 @@ def called_by_name(mesh: DeviceMesh) -> None:
     assert parts._twinkle_under_way is None
 
 
-def sent_once(mesh: DeviceMesh) -> None:
-    """A row travels once to each process that has experts of it, whatever their number, and its gradient comes back."""
-    world, rank, own = dist.get_world_size(), dist.get_rank(), 3
+class _Call(NamedTuple):
+    """Experts that multiply a row by a number, computed by all processes, and by this one alone for its tokens."""
+
+    inputs: tuple[torch.Tensor, torch.Tensor]
+    index: torch.Tensor
+    sent: Dispatch
+    local: torch.Tensor
+    found: torch.Tensor
+    expected: torch.Tensor
+
+
+OWN, TOKENS, CHOICES = 3, 40, 4
+
+
+def _call(
+    mesh: DeviceMesh,
+    dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32),
+    needed: tuple[bool, bool] = (True, True),
+) -> _Call:
+    """Of rows and weights with these dtypes, of which a process needs those gradients."""
+    world, rank = dist.get_world_size(), dist.get_rank()
     generator = torch.Generator().manual_seed(rank)
-    experts = own * world
-    index = torch.randint(-1, experts + 1, (40, 4), generator=generator)  # beyond either end is nobody
-    x, weights, factors = (torch.rand(*shape, generator=generator) for shape in ((40, 5), (40, 4), (experts, 1)))
+    experts = OWN * world
+    index = torch.randint(-1, experts + 1, (TOKENS, CHOICES), generator=generator)  # beyond either end is nobody
+    x, weights, factors = (
+        torch.rand(*shape, generator=generator) for shape in ((TOKENS, 5), (TOKENS, CHOICES), (experts, 1))
+    )
     dist.broadcast(factors, 0)
-    for tensor in (x, weights):
-        tensor.requires_grad_()
+    x, weights = (
+        tensor.to(dtype).requires_grad_(need) for tensor, dtype, need in zip((x, weights), dtypes, needed, strict=True)
+    )
     group = mesh.get_group("ep")
     sent, local = dispatch(x, index, weights, experts, group)
-    wanted = {(token, int(one) // own) for token, row in enumerate(index) for one in row if 0 <= one < experts}
-    assert sum(sent.sent) == len(wanted) < int(((index >= 0) & (index < experts)).sum())
-    assert len(local) == len(sent.rows) and torch.equal(local, local.sort().values)
-    found = combine(sent.rows * sent.weights * factors[rank * own + local], sent, group)
+    results = sent.rows * sent.weights.to(x.dtype) * factors[rank * OWN + local].to(x.dtype)
+    found = combine(results, sent, group)
     known = (index >= 0) & (index < experts)
-    expected = (x[:, None] * (weights * known * factors[index.clamp(0, experts - 1), 0])[..., None]).sum(1)
-    torch.testing.assert_close(found, expected)
-    seed = torch.rand(found.shape, generator=generator)
-    for ours, theirs in zip(
-        torch.autograd.grad(found, (x, weights), seed), torch.autograd.grad(expected, (x, weights), seed), strict=True
-    ):
-        torch.testing.assert_close(ours, theirs)
+    given = weights.double() * known * factors[index.clamp(0, experts - 1), 0]
+    expected = (x.double()[:, None] * given[..., None]).sum(1)
+    return _Call((x, weights), index, sent, local, found, expected)
+
+
+def _assert_equal_gradients(call: _Call, **tolerances: float) -> None:
+    torch.testing.assert_close(call.found.double(), call.expected, **tolerances)
+    needed = [tensor for tensor in call.inputs if tensor.requires_grad]
+    seed = torch.linspace(-1, 1, call.found.numel()).view_as(call.found)
+    ours, theirs = (
+        torch.autograd.grad(result, needed, seed.to(result.dtype)) for result in (call.found, call.expected)
+    )
+    for found, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(found, expected, **tolerances)
+
+
+def sent_once(mesh: DeviceMesh) -> None:
+    """A row travels once to each process that has experts of it, whatever their number, and its gradient comes back."""
+    experts = OWN * dist.get_world_size()
+    call = _call(mesh)
+    index, local = call.index, call.local
+    wanted = {(token, int(one) // OWN) for token, row in enumerate(index) for one in row if 0 <= one < experts}
+    assert sum(call.sent.sent) == len(wanted) < int(((index >= 0) & (index < experts)).sum())
+    assert len(local) == len(call.sent.rows) and torch.equal(local, local.sort().values)
+    _assert_equal_gradients(call, rtol=1e-5, atol=1e-6)
+
+
+def any_dtypes(mesh: DeviceMesh) -> None:
+    """The weights travel in the same exchange as the rows, as exact as they are."""
+    half, single, double = torch.bfloat16, torch.float32, torch.float64
+    for rows, weights in ((half, half), (half, single), (half, double), (single, double), (double, single)):
+        call = _call(mesh, (rows, weights))
+        assert call.sent.rows.dtype == rows and call.sent.weights.dtype == weights
+        known = (call.index >= 0) & (call.index < OWN * dist.get_world_size())
+        total = call.sent.weights.detach().sum(dtype=double).reshape(1)
+        dist.all_reduce(total)
+        expected = (call.inputs[1].detach() * known).sum(dtype=double).reshape(1)
+        dist.all_reduce(expected)
+        torch.testing.assert_close(total, expected, rtol=1e-12, atol=0)
+        rough = half in (rows, weights)
+        _assert_equal_gradients(call, rtol=3e-2 if rough else 1e-5, atol=3e-2 if rough else 1e-6)
+
+
+def three_exchanges(mesh: DeviceMesh) -> None:
+    """The sizes, the rows, and the results; two for the gradients."""
+    with _Exchanges() as forward:
+        call = _call(mesh)
+    with _Exchanges() as backward:
+        call.found.sum().backward()
+    assert (forward.count, backward.count) == (3, 2)
+
+
+class _Exchanges(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += str(function).startswith("c10d.alltoall")
+        return function(*args, **kwargs or {})
+
+
+def some_need_gradients(mesh: DeviceMesh) -> None:
+    """A process whose tokens need none takes part all the same, where another's do; where none do, nobody does."""
+    mine, nothing = dist.get_rank() == 0, (False, False)
+    for needed in ((True, True), (True, False), (False, True)):
+        call = _call(mesh, needed=needed if mine else nothing)
+        assert call.found.requires_grad
+        if mine:
+            _assert_equal_gradients(call, rtol=1e-5, atol=1e-6)
+        else:
+            call.found.sum().backward()
+            assert all(tensor.grad is None for tensor in call.inputs)
+    assert not _call(mesh, needed=nothing).found.requires_grad
+    with torch.no_grad():
+        assert not _call(mesh).found.requires_grad
+
+
+def differentiated_twice(mesh: DeviceMesh) -> None:
+    call = _call(mesh)
+    seconds = []
+    for result in (call.found, call.expected):
+        first = torch.autograd.grad(result.square().sum(), call.inputs, create_graph=True)
+        seconds.append(torch.autograd.grad(sum(one.square().sum() for one in first), call.inputs))
+    for ours, theirs in zip(*seconds, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def checkpointed(mesh: DeviceMesh) -> None:
@@ -254,11 +351,18 @@ CASES: dict[str, Callable[[DeviceMesh], None]] = {
     "kernels last": functools.partial(kernels, first=False),
     "called by name": called_by_name,
     "sent once": sent_once,
+    "any dtypes": any_dtypes,
+    "three exchanges": three_exchanges,
+    "some need gradients": some_need_gradients,
+    "differentiated twice": differentiated_twice,
     "checkpointed": checkpointed,
     "trained": trained,
     "saved and loaded": saved_and_loaded,
     "refused": refused,
 }
 
-INTERPRETED = {name: CASES[name] for name in ("sent once", "one step of qwen3_moe", "processes without tokens")}
+INTERPRETED = {
+    name: CASES[name]
+    for name in ("sent once", "any dtypes", "one step of qwen3_moe", "processes without tokens", "differentiated twice")
+}
 """Those in which Triton's programs sort and add up rows, where they are interpreted. A process has its own."""

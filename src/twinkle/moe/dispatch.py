@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
+from torch import nn
 
 from twinkle.kernel.ops.moe.routing import Route, route
 from twinkle.kernel.ops.triton_support import DTYPES, available, launchable
@@ -64,38 +64,46 @@ def dispatch(
     Returns:
         what :func:`combine` needs, and the local expert ``[S]`` of each of its rows.
     """
-    processes, choices = dist.get_world_size(group), index.shape[1]
+    processes = dist.get_world_size(group)
     own = experts // processes
     owners, everybody = torch.div(index, own, rounding_mode="floor"), torch.arange(processes, device=x.device)
-    is_owner = owners[:, None] == everybody[:, None]  # [T, P, K]
-    outgoing = _sorted(everybody.where(is_owner.any(-1), processes), processes)
-    counts = torch.stack((_counts(outgoing), is_owner.sum((0, 2))), 1)
+    owned = (owners[:, None] == everybody[:, None]).sum(-1)  # [T, P], how many of a token's choices
+    goes = owned > 0
+    outgoing = _sorted(everybody.where(goes, processes), processes)
+    counts = torch.stack((goes, owned), -1).sum(0)
+    # The way back of the gradients is a collective too: where some processes need it, all have to come there.
+    needed = torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad)
+    counts = nn.functional.pad(counts, (0, 1), value=needed)
     theirs = torch.empty_like(counts)
     dist.all_to_all_single(theirs, counts, group=group)
-    numbers = torch.cat((counts[:, 0], theirs[:, 0], theirs[:, 1]))
+    numbers = torch.stack((counts, theirs))
     # The router's choices and weights go along, in numbers that hold both.
     exact = torch.promote_types(weights.dtype, torch.float32)
     table = torch.cat((weights.to(exact), index.to(exact)), 1)
+    packed = _packed(x.detach(), table.detach())
     # All that doesn't need the sizes is under way. They must be waited for: those that are read early are garbage.
-    sizes: list[int] = numbers.tolist()
-    sent, received, slots = sizes[:processes], sizes[processes:-processes], sum(sizes[-processes:])
+    to_each, from_each = numbers.tolist()
+    sent, received = ([rows for rows, _, _ in sizes] for sizes in (to_each, from_each))
+    slots = sum(choices for _, choices, _ in from_each)
+    if torch.is_grad_enabled() and not needed and any(other for _, _, other in from_each):
+        x = x.detach().requires_grad_()
     away = Copies(outgoing.tokens[: sum(sent)], outgoing.places)
-    leaving = _Spread.apply(x, *away), _Spread.apply(table, *away)
-    arrived, arrived_table = _Exchange.apply(sent, received, group, *leaving)
-    local = arrived_table.detach()[:, choices:].to(index.dtype) - dist.get_rank(group) * own
+    arrived, arrived_table = _Sent.apply(sent, received, group, *away, packed, x, table)
+    given, chosen = arrived_table.chunk(2, 1)
+    local = chosen.long() - dist.get_rank(group) * own
     incoming = _sorted(local, own)
-    inside = Copies(incoming.tokens[:slots], incoming.places)
-    of_slots = Copies(incoming.slots[:slots], incoming.places.reshape(-1, 1))
-    given = _Spread.apply(arrived_table[:, :choices].reshape(-1, 1), *of_slots).to(weights.dtype)
+    inside, taken = Copies(incoming.tokens[:slots], incoming.places), incoming.slots[:slots]
+    # No choice is taken twice, so the backward of gather has nothing to add up.
+    given = given.flatten().gather(0, taken)[:, None].to(weights.dtype)
     found = Dispatch(away, inside, sent, received, _Spread.apply(arrived, *inside), given)
-    experts_here = torch.arange(own, device=x.device)
-    return found, experts_here.repeat_interleave(_counts(incoming), output_size=slots)
+    return found, local.flatten().gather(0, taken)
 
 
 def combine(results: torch.Tensor, sent: Dispatch, group: dist.ProcessGroup) -> torch.Tensor:
     """Adds up the experts' results ``[S, H]`` and sends them back: ``[T, H]`` for this process's tokens."""
-    (rows,) = _Exchange.apply(sent.received, sent.sent, group, _Gathered.apply(results, *sent.inside))
-    return _Gathered.apply(rows, *sent.away)  # type: ignore[no-any-return]
+    rows = _Gathered.apply(results, *sent.inside)
+    (found,) = _Returned.apply(sent.sent, sent.received, group, *sent.away, rows)
+    return found  # type: ignore[no-any-return]
 
 
 def _sorted(index: torch.Tensor, owners: int) -> Route:
@@ -103,11 +111,6 @@ def _sorted(index: torch.Tensor, owners: int) -> Route:
     programs = _by_triton()
     by = programs.route if programs and launchable(index.device) and index.numel() else route
     return by(index, owners)
-
-
-def _counts(route: Route) -> torch.Tensor:
-    """How many rows each owner has."""
-    return torch.diff(route.ends, prepend=route.ends.new_zeros(1))
 
 
 # A row goes to several places, and what is made of it there is added up again: the one is the other's gradient. Both
@@ -134,23 +137,27 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, sources: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(sources, places)
-        programs = _by_triton()
-        if programs and len(rows) and launchable(rows.device) and rows.dtype in DTYPES:
-            return programs.combine(rows.contiguous(), places, None, rows.dtype)
-        # A row of zeros at the end is for places that there aren't. Choice by choice, since all of them at once would
-        # take as much memory again as what all experts work on.
-        rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-        places = places.long().masked_fill(places < 0, len(rows) - 1)
-        total = torch.zeros(
-            len(places), rows.shape[1], dtype=torch.promote_types(rows.dtype, torch.float32), device=rows.device
-        )
-        for column in places.unbind(1):
-            total += rows[column]
-        return total.to(rows.dtype)
+        return _gathered(rows, places)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return _Spread.apply(grad, *ctx.saved_tensors), None, None
+
+
+def _gathered(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    programs = _by_triton()
+    if programs and len(rows) and launchable(rows.device) and rows.dtype in DTYPES:
+        return programs.combine(rows if rows.stride(1) == 1 else rows.contiguous(), places, None, rows.dtype)
+    # A row of zeros at the end is for places that there aren't. Choice by choice, since all of them at once would take
+    # as much memory again as what all experts work on.
+    rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+    places = places.long().masked_fill(places < 0, len(rows) - 1)
+    total = torch.zeros(
+        len(places), rows.shape[1], dtype=torch.promote_types(rows.dtype, torch.float32), device=rows.device
+    )
+    for column in places.unbind(1):
+        total += rows[column]
+    return total.to(rows.dtype)
 
 
 class _Programs(NamedTuple):
@@ -168,27 +175,62 @@ def _by_triton() -> _Programs | None:
     return _Programs(triton_routing.route, triton_launch.combine)
 
 
-class _Exchange(torch.autograd.Function):
-    """Rows in pieces for each process, in the place of pieces from each; the gradients go the other way.
+# The same with the other processes in between. What belongs to a row travels in one exchange with it, since each
+# exchange waits for the slowest process.
 
-    All tensors in one function, so that every process sends their gradients in the same order.
-    """
+
+class _Sent(torch.autograd.Function):
+    """Of tensors ``[T, *]``, which ``packed`` has side by side: other processes' copies of rows ``[N, *]``."""
 
     @staticmethod
     def forward(
-        ctx: Any, sent: list[int], received: list[int], group: dist.ProcessGroup, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+        ctx: Any, sent: list[int], received: list[int], group: dist.ProcessGroup,
+        sources: torch.Tensor, places: torch.Tensor, packed: torch.Tensor, *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         ctx.there = sent, received, group
-        return tuple(_exchanged(tensor, sent, received, group) for tensor in tensors)
+        ctx.save_for_backward(sources, places)
+        return _unpacked(_exchanged(packed[sources], sent, received, group), tensors)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        sent, received, group = ctx.there
-        return None, None, None, *(_exchanged(grad, received, sent, group) for grad in grads)
+        return *(None,) * 6, *_Returned.apply(*ctx.there, *ctx.saved_tensors, *grads)
+
+
+class _Returned(torch.autograd.Function):
+    """Of tensors ``[N, *]``: the sums ``[T, *]`` of what came back for each row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, sent: list[int], received: list[int], group: dist.ProcessGroup,
+        sources: torch.Tensor, places: torch.Tensor, *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        ctx.there = sent, received, group
+        ctx.save_for_backward(sources, places)
+        found = _exchanged(_packed(*tensors), received, sent, group)
+        return tuple(_gathered(one, places) for one in _unpacked(found, tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        packed = _packed(*(grad.detach() for grad in grads))
+        return *(None,) * 5, *_Sent.apply(*ctx.there, *ctx.saved_tensors, packed, *grads)
+
+
+def _packed(first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    """The rows of each side by side, seen as numbers of the first one's dtype."""
+    if not others:
+        return first.contiguous()
+    return torch.cat([first, *(one.contiguous().view(first.dtype) for one in others)], 1)
+
+
+def _unpacked(packed: torch.Tensor, like: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """The tensors again, by their dtypes and widths. The first, which is the large one, is no copy."""
+    size = packed.element_size()
+    first, *others = packed.split([one.shape[1] * one.element_size() // size for one in like], 1)
+    copies = (other.clone(memory_format=torch.contiguous_format) for other in others)
+    return first, *(copy.view(one.dtype) for copy, one in zip(copies, like[1:], strict=True))
 
 
 def _exchanged(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    found = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
+    found = rows.new_empty(sum(received), rows.shape[1])
+    dist.all_to_all_single(found, rows, received, sent, group=group)
     return found

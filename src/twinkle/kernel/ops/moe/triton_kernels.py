@@ -143,7 +143,7 @@ def rows_kernel(
 
 @triton.jit
 def combine_kernel(
-    y_ptr, places_ptr, weights_ptr, out_ptr, width, top_k, out_stride,
+    y_ptr, places_ptr, weights_ptr, out_ptr, y_stride, width, top_k, out_stride,
     WEIGHTED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """``out[t] = sum over k of weights[t, k] * y[places[t, k]]``, or the plain sum."""
@@ -153,7 +153,7 @@ def combine_kernel(
     total = tl.zeros((COLUMNS,), tl.float32)
     for k in range(top_k):
         place = tl.load(places_ptr + token * top_k + k).to(tl.int64)
-        row = tl.load(y_ptr + place * width + columns, mask=inside & (place >= 0), other=0.0).to(tl.float32)
+        row = tl.load(y_ptr + place * y_stride + columns, mask=inside & (place >= 0), other=0.0).to(tl.float32)
         if WEIGHTED:
             row *= tl.load(weights_ptr + token * top_k + k).to(tl.float32)
         total += row

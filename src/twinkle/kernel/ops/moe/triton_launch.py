@@ -183,17 +183,18 @@ def combine(y: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None,
     """``[T, H]``: for each token the sum of the rows of ``y [S, H]`` in its places, weighted by ``weights [T, K]``.
 
     Args:
+        y: each row in one piece; from row to row there may be more.
         places: ``[T, K]`` contiguous; -1 for none.
     """
-    (tokens, top_k), width = places.shape, y.shape[1]
+    (tokens, top_k), (stride, width) = places.shape, (y.stride(0), y.shape[1])
     out = torch.empty(tokens, width, dtype=dtype, device=y.device)
     types = y.dtype, places.dtype, None if weights is None else weights.dtype, dtype
-    key = ("combine", tokens, top_k, width, types, y.device)
+    key = ("combine", tokens, top_k, stride, width, types, y.device)
     program = _programs.get(key)
     if program is None:
         columns = min(1024, triton.next_power_of_2(width))
         constants = {"WEIGHTED": weights is not None, "COLUMNS": columns}
-        launch = Launch((tokens, triton.cdiv(width, columns)), (width, top_k, width), constants, 4)
+        launch = Launch((tokens, triton.cdiv(width, columns)), (stride, width, top_k, width), constants, 4)
         program = _programs.add(key, Program(kernels.combine_kernel, launch))
     program(y, places, weights, out)
     return out
