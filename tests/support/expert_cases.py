@@ -5,6 +5,7 @@ Each process has its part of a batch; losses and gradients must be those of one 
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -279,6 +280,40 @@ def checkpointed(mesh: DeviceMesh) -> None:
     one_step(mesh, "qwen3_moe", after=lambda model: model.gradient_checkpointing_enable())
 
 
+def copied(mesh: DeviceMesh) -> None:
+    """A deep copy is as spread as the original, on the same processes."""
+    model = apply_expert_parallel(_build("qwen3_moe"), mesh)
+    twin, inputs = copy.deepcopy(model), _mine(_batch("qwen3_moe"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    expected, found = _build("qwen3_moe").state_dict(), gather_state_dict(twin)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    torch.testing.assert_close(_mean(_loss(twin, inputs)), _mean(_loss(_build("qwen3_moe"), inputs)))
+
+
+def compiled(mesh: DeviceMesh) -> None:
+    """The experts themselves, that is: no compiler gets hold of an exchange."""
+    model = apply_expert_parallel(_build("qwen3_moe"), mesh)
+    model.set_experts_implementation("batched_mm")  # type: ignore[operator]
+    module = next(module for module in model.modules() if is_experts(module))
+    x = torch.randn(5, module.gate_up_proj.shape[2], requires_grad=True)  # type: ignore[union-attr,index]
+    index, weights = torch.arange(10).view(5, 2) % 4, torch.rand(5, 2)
+    called: list[str] = []
+
+    def note(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        called.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    expected = module(x, index, weights)
+    found = torch.compile(module, backend=note)(x, index, weights)
+    torch.testing.assert_close(found, expected)
+    ours, theirs = (torch.autograd.grad(result.square().sum(), x) for result in (found, expected))
+    torch.testing.assert_close(ours, theirs)
+    assert any("silu" in name or "mm" in name for name in called), called
+    assert not any("all_to_all" in name or "wait_tensor" in name for name in called), called
+
+
 def trained(mesh: DeviceMesh) -> None:
     """Twenty steps with momentum."""
     single, shared = _build("qwen3_moe"), _build("qwen3_moe")
@@ -356,6 +391,8 @@ CASES: dict[str, Callable[[DeviceMesh], None]] = {
     "some need gradients": some_need_gradients,
     "differentiated twice": differentiated_twice,
     "checkpointed": checkpointed,
+    "copied": copied,
+    "compiled": compiled,
     "trained": trained,
     "saved and loaded": saved_and_loaded,
     "refused": refused,

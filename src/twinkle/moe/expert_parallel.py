@@ -98,8 +98,11 @@ def _share(experts: Experts, group: dist.ProcessGroup) -> None:
     module.num_experts = own
     mark(module, part)
     module._twinkle_under_way = None
-    module.register_forward_pre_hook(_send, with_kwargs=True)
-    module.register_forward_hook(_fetch)
+    # How many rows come in differs by process and call. A compiler would trace that in pieces, with the collectives
+    # between them.
+    eager: Any = torch.compiler.disable
+    module.register_forward_pre_hook(eager(_send), with_kwargs=True)
+    module.register_forward_hook(eager(_fetch))
 
 
 def _cut(parameter: torch.Tensor, part: Part) -> nn.Parameter:

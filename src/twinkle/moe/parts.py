@@ -41,6 +41,9 @@ class Part(NamedTuple):
         at = 2 if self.inner else 0
         return whole.unflatten(dim, sizes).narrow(at, rank * own, own).flatten(dim, dim + 1).contiguous()
 
+    def __deepcopy__(self, memo: object) -> Part:
+        return self  # a copy of the model is in parts on the same processes
+
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """The whole, on every process: all have to call it."""
         processes = dist.get_world_size(self.group)
