@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import subprocess
 import sys
@@ -379,3 +380,22 @@ def test_meta_tensors_are_left_alone(clone: OperatorSpec, chip: Profile) -> None
             assert ours is native
         else:
             assert (ours.device, ours.shape, ours.stride()) == (native.device, native.shape, native.stride())
+
+
+@pytest.mark.parametrize("dtype", [torch.int1, torch.uint4, torch.int7])
+def test_dtypes_that_are_names_alone(dtype: torch.dtype, chip: Profile) -> None:
+    """Few kernels of PyTorch take them: whatever moved their bytes would give results where there are none natively."""
+
+    def made() -> torch.Tensor:
+        return torch.arange(12, dtype=torch.uint8, device=DEVICE).view(4, 3).view(dtype)
+
+    calls: dict[str, Callable[[], Any]] = {
+        "clone": lambda: made().clone().view(torch.uint8),
+        "contiguous": lambda: made().t().contiguous().view(torch.uint8),
+        "copy_": lambda: made()[:2].copy_(made()[2:]).view(torch.uint8),
+        "embedding": lambda: torch.nn.functional.embedding(torch.tensor([1, 0], device=DEVICE), made()),
+    }
+    for name, call in calls.items():
+        native, ours, served = both(catalog.operator(name), chip, functools.partial(or_error, call))
+        assert served["kernel"] == 0 and served["layout"] == 1, name
+        assert same_bits(ours, native) if isinstance(native, torch.Tensor) else ours is native, name

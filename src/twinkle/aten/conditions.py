@@ -17,6 +17,9 @@ from twinkle.naming import dtype_name
 _is_functional = torch._is_functional_tensor
 """Whether a tensor stands for another one, as code that functionalizes a program makes them: it has no memory."""
 
+_FEW_BITS = frozenset(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in range(1, 8))
+"""Dtypes that are names for people's own formats: PyTorch's kernels don't so much as copy them."""
+
 Call = Callable[[torch.Tensor], tuple[Any, ...]]
 """Makes all arguments of a call from one tensor."""
 
@@ -43,7 +46,7 @@ def tensor(
 
     def strided(*values: Any) -> bool:
         t = values[index]
-        return t.layout is torch.strided and not (t.is_quantized or t.is_nested)
+        return t.layout is torch.strided and not (t.is_quantized or t.is_nested or t.dtype in _FEW_BITS)
 
     def as_stored(*values: Any) -> bool:
         t = values[index]
@@ -59,7 +62,7 @@ def tensor(
         Condition(
             "subclass", f"{name} is no tensor subclass", ordinary, lambda d: call(on(d, 3, 4).as_subclass(_Subclass))
         ),
-        Condition("layout", f"{name} is strided", strided, lambda d: call(on(d, 3, 4).to_sparse())),
+        Condition("layout", f"{name} is strided, of whole bytes", strided, lambda d: call(on(d, 3, 4).to_sparse())),
         Condition(
             "lazy-bits",
             f"{name} carries no pending conjugation, negation or functionalization",
