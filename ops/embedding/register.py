@@ -1,10 +1,12 @@
 """What ``aten::embedding`` is, and which calls our kernels take."""
 
+import functools
+
 import torch
 
 from twinkle.aten import Condition, Home, Kernel, OperatorSpec, Semantics
 from twinkle.aten.conditions import another_device, tensor
-from twinkle.aten.routes import ANY, Work
+from twinkle.aten.routes import Work
 
 _INTEGERS = (torch.int64, torch.int32)
 
@@ -33,13 +35,29 @@ def _out_of_range(device):
     return _call(_table(device), torch.tensor([0, 3], device=device))
 
 
-def _elements(weight, indices, *_):
-    return indices.numel() * weight.size(1)
+_SHORT, _UNEVEN = "short rows", "uneven rows"
+_LENGTHS = {"rows of 8 KB": 2**13, "rows of 4 KB": 2**12, "rows of 2 KB": 2**11, _SHORT: 2**9}
+"""A call's kind -> the bytes of a row at which it is timed, and from which on a row is of it; shorter ones are short.
+Triton moves several elements at a time only where they lie side by side and each row begins and ends at a multiple of
+16 elements: the others, of any length, are uneven."""
 
 
-def _sample(elements, device, dtype):
-    rows, width = 131072, 1024  # more than any cache holds
-    weight = torch.ones(rows, width, dtype=dtype, device=device)
+def _size(weight, indices, *_):
+    return indices.numel() * weight.size(1) * weight.itemsize
+
+
+def _kind(weight, *_):
+    width, (row_stride, column_stride) = weight.size(1), weight.stride()
+    if column_stride != 1 or row_stride % 16 or width % 16:
+        return _UNEVEN
+    length = width * weight.itemsize
+    return next((kind for kind, least in _LENGTHS.items() if least <= length), _SHORT)
+
+
+def _sample(length, gap, elements, device, dtype):
+    """Of a table that no cache holds: rows of so many bytes, with a gap of so many elements after each."""
+    rows, width = 2**28 // length, length // dtype.itemsize
+    weight = torch.ones(rows, width + gap, dtype=dtype, device=device)[:, :width]
     return _call(weight, torch.randint(rows, (max(1, elements // width),), device=device))
 
 
@@ -93,7 +111,14 @@ SPEC = OperatorSpec(
             lambda device: _call(_table(device), _some(another_device(device))),
         ),
     ),
-    work=Work(_elements, samples={ANY: _sample}),
+    work=Work(
+        _size,
+        _kind,
+        samples={
+            **{kind: functools.partial(_sample, length, 0) for kind, length in _LENGTHS.items()},
+            _UNEVEN: functools.partial(_sample, 2**11, 1),
+        },
+    ),
     pullback="kernel.torch_level:embedding_pullback",
     shape_only=(0,),
     derivative="backward.register:SPEC",

@@ -11,6 +11,10 @@ from twinkle.aten.movements import MOVEMENTS, laid_out, movement_of_result
 from twinkle.aten.routes import Work
 
 
+def _size(self, other):
+    return self.numel() * other.itemsize
+
+
 def _kind(self, other):
     found = movement_of_result(self, None)
     return "cast" if "contiguous" in found else found
@@ -59,7 +63,8 @@ SPEC = OperatorSpec(
         ),
     ),
     work=Work(
-        kind=_kind,
+        _size,
+        _kind,
         samples={
             "cast": functools.partial(_sample, "contiguous"),
             # A transposed tensor keeps its order; what has gaps or is read more than once gets another one.

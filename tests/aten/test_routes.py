@@ -66,10 +66,11 @@ def test_every_kind_of_call_can_be_made_anew(registrable: OperatorSpec) -> None:
     """What the table says was, or will be, measured on samples: each is of its kind, and of about the wanted size."""
     work = registrable.work
     for kind, sample in work.samples.items():
-        for elements in (2**10, 2**16):
-            values = sample(elements, torch.device(DEVICE), torch.int64 if "wide" in kind else torch.bfloat16)
+        for elements in (2**12, 2**16):
+            dtype = torch.int64 if "wide" in kind else torch.bfloat16
+            values = sample(elements, torch.device(DEVICE), dtype)
             assert work.kind(*values) == kind
-            assert elements / 2 <= work.elements(*values) <= elements * 2
+            assert 1 / 2 <= work.size(*values) / (elements * dtype.itemsize) <= 2
             assert Serving(registrable, PLATFORMS["cpu"], "triton").refusal(list(values)) is None
     for _, _, operator, table in entries():
         assert operator != registrable.name or set(table) <= set(work.samples)
@@ -79,6 +80,18 @@ def test_every_kind_of_call_can_be_made_anew(registrable: OperatorSpec) -> None:
 def test_a_copys_kind_is_that_of_its_sample(kind: str) -> None:
     itemsize = 8 if kind.startswith("wide") else 2
     assert all(movement(*MOVEMENTS[kind](elements), itemsize) == kind for elements in (64, 1000, 2**20))
+
+
+def test_kinds_of_lookups() -> None:
+    """By how long a row is, in bytes; apart from those of which no program can move several elements at a time."""
+    kind = catalog.operator("embedding").work.kind
+    table = torch.ones(2, 8192, dtype=torch.bfloat16)
+    lengths = {16: "short rows", 1008: "short rows", 1024: "rows of 2 KB", 2032: "rows of 2 KB", 2048: "rows of 4 KB"}
+    for width, expected in {**lengths, 4096: "rows of 8 KB", 8192: "rows of 8 KB"}.items():
+        assert kind(table[:, :width]) == expected
+    assert kind(table.float()[:, :1024]) == "rows of 4 KB"
+    for uneven in (table[:, ::2], table[:, :1000], torch.ones(2, 1030)[:, :1024], torch.ones(1024, 1024).t()):
+        assert kind(uneven) == "uneven rows"
 
 
 def test_kinds_of_copies() -> None:
@@ -230,6 +243,26 @@ def test_what_is_small_at_once_goes_by_bytes(name: str, dtype: torch.dtype) -> N
         assert is_small((tensor, tensor)) is small
 
 
+@pytest.mark.parametrize(("to", "source"), [(torch.float16, torch.float32), (torch.float32, torch.float16)])
+def test_conversions_count_what_they_make(to: torch.dtype, source: torch.dtype, measured: Any, chip: Profile) -> None:
+    """By which they were measured; what they read is larger, or smaller."""
+    measured({"cast": 64 * to.itemsize})
+    with catalog.operator("type_as").register_a1(platform=chip.platform) as registration:
+        for number in (63, 64, 100):
+            result = torch.ones(number, dtype=source, device=DEVICE).type_as(torch.ones(1, dtype=to, device=DEVICE))
+            assert result.dtype is to and result.tolist() == [1.0] * number
+        assert served(registration) == {"small": 1, "kernel": 2}
+
+
+def test_a_call_of_no_kind_is_pytorchs_and_counted(measured: Any, chip: Profile) -> None:
+    """The result of one that asks for an impossible memory format would lie nowhere."""
+    measured({"contiguous": 1})
+    with catalog.operator("clone").register_a1(platform=chip.platform) as registration:
+        with pytest.raises(RuntimeError, match="required rank 4 tensor"):
+            rows(3).clone(memory_format=torch.channels_last)
+        assert served(registration) == {"route-raised": 1} and registration.counts.errors == 0
+
+
 def test_gradients_of_small_calls_are_pytorchs(measured: Any, chip: Profile) -> None:
     measured({"transposed": 2**20, "any": 2**20})
     for name, use in (("contiguous", lambda x: x.t().contiguous()), ("dropout", lambda x: torch.dropout(x, 0.0, True))):
@@ -243,8 +276,8 @@ def test_gradients_of_small_calls_are_pytorchs(measured: Any, chip: Profile) -> 
 
 def test_embeddings_count_what_is_looked_up(measured: Any, chip: Profile) -> None:
     """Not the table, which may be as large as it wants."""
-    measured({"any": 4 * 64 * 8})
-    table = torch.rand(1000, 8, device=DEVICE)
+    measured({"short rows": 4 * 64 * 16})
+    table = torch.rand(1000, 16, device=DEVICE)
     with catalog.operator("embedding").register_a1(platform=chip.platform) as registration:
         for number in (1, 63, 64, 100):
             indices = torch.arange(number, device=DEVICE)

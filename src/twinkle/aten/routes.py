@@ -6,7 +6,7 @@ architecture was ever measured, nothing is known: there a kernel serves whatever
 a platform that was measured, PyTorch's own kernel serves everything, which is never a loss.
 
 Those of ``sm_90`` were measured on an H200, in bfloat16 and, of wide elements, int64, from 1 MB to 1 GB
-(``benchmarks/results/cuda/routes.json``).
+(``benchmarks/results/cuda/routes.json``). A kind of call that is not among an operator's there was never measured.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ Table = Mapping[str, int | None]
 ANY = "any"
 
 
-def _elements_of_first(first: torch.Tensor, *_: Any) -> int:
-    return first.numel()
+def _size_of_first(first: torch.Tensor, *_: Any) -> int:
+    return first.numel() * first.itemsize
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class Work:
     """What the time of an operator's calls goes by.
 
     Args:
-        elements: how many elements a call computes, of its leading tensors; an IndexError where no kernel takes it.
+        size: how many bytes a call computes, of its leading tensors; an IndexError where no kernel takes it.
         kind: of all its arguments, in the schema's order, of a call that the kernels take: one of ``samples``.
         samples: kind -> ``sample(elements, device, dtype)``: the arguments of such a call, which computes about so many
             elements of that dtype.
     """
 
-    elements: Callable[..., int] = _elements_of_first
+    size: Callable[..., int] = _size_of_first
     kind: Callable[..., str] = lambda *_: ANY
     samples: Mapping[str, Callable[[int, torch.device, torch.dtype], tuple[Any, ...]]] = field(default_factory=dict)
 
@@ -77,8 +77,7 @@ class Routes:
         least = self._table[kind]
         if least is None:
             return f"{SLOWER}-{kind}"
-        first = next(value for value in values if isinstance(value, torch.Tensor))
-        return SMALL if self.work.elements(*values) * first.element_size() < least else None
+        return SMALL if self.work.size(*values) < least else None
 
     def at_once(self, leading: int) -> Callable[[tuple[Any, ...]], bool]:
         """A function of a call's arguments: whether PyTorch's own kernel serves it whatever its kind; at little cost.
@@ -86,7 +85,7 @@ class Routes:
         Args:
             leading: how many tensors an operator's arguments begin with.
         """
-        least, is_tracing, elements = self._least, torch._C._is_tracing, self.work.elements
+        least, is_tracing, size = self._least, torch._C._is_tracing, self.work.size
 
         # Every call passes through: the first two cost a third less than the last, which can any number.
         def one_is_small(args: tuple[Any, ...]) -> bool:
@@ -97,7 +96,7 @@ class Routes:
             if type(first) not in PLAIN or type(second) not in PLAIN or is_tracing():
                 return False
             try:
-                return elements(first, second) * first.itemsize < least
+                return size(first, second) < least
             except IndexError:  # of a tensor with fewer dimensions than it must have
                 return False
 
@@ -106,11 +105,11 @@ class Routes:
             if not PLAIN.issuperset(map(type, tensors)) or is_tracing():
                 return False
             try:
-                return elements(*tensors) * tensors[0].itemsize < least
+                return size(*tensors) < least
             except IndexError:
                 return False
 
-        if leading == 1 and elements is _elements_of_first:
+        if leading == 1 and size is _size_of_first:
             return one_is_small
         return two_are_small if leading == 2 else all_are_small
 

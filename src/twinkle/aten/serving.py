@@ -83,7 +83,15 @@ class Serving:
     def _lasting_refusal(self, values: list[Any]) -> str | None:
         if self.arguments.has_numbers(values):  # conditions ask tensors
             return "number"
-        return _first_failing(self._lasting, values) or (self.routes and self.routes.refusal(values)) or None
+        return _first_failing(self._lasting, values) or self._route(values)
+
+    def _route(self, values: list[Any]) -> str | None:
+        if self.routes is None:
+            return None
+        try:
+            return self.routes.refusal(values)
+        except Exception:  # a call of no kind, as that for a memory format which a tensor can't have
+            return "route-raised"
 
     def lasting_refusal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Of the conditions that look at nothing but the layout, as the dispatcher hands it over; remembered."""

@@ -66,7 +66,8 @@ def sweep(
             for size in sizes:
                 try:
                     values = sample(max(1, size // dtype.itemsize), device, dtype)
-                    if spec.work.kind(*values) == kind:  # the smallest of some kinds are of another
+                    # The smallest of some kinds are of another, or larger than that.
+                    if spec.work.kind(*values) == kind and spec.work.size(*values) <= 2 * size:
                         yield from _rows(spec, platform, kind, size, values, routed, rounds, seconds)
                 except torch.OutOfMemoryError:
                     break
