@@ -5,7 +5,7 @@ import functools
 import torch
 
 from twinkle.aten import Condition, Home, Kernel, OperatorSpec, Semantics
-from twinkle.aten.conditions import CASTABLE, ROUNDED_CAST, SAME_DTYPE, another_device, tensor
+from twinkle.aten.conditions import CASTABLE, ROUNDED_CAST, SAME_DTYPE, beside, one_device, tensor
 from twinkle.aten.gradients import overwrite
 from twinkle.aten.movements import MOVEMENTS, laid_out, movement
 from twinkle.aten.routes import Work
@@ -41,14 +41,9 @@ SPEC = OperatorSpec(
         "torch": Kernel("kernel.torch_level:copy__torch", (SAME_DTYPE,)),
     },
     conditions=(
-        *tensor(0, "self", lambda t: (t, torch.ones(t.shape, dtype=t.dtype, device=t.device), False)),
+        *tensor(0, "self", lambda t: (t, beside(t), False)),
         *tensor(1, "src", lambda t: (torch.zeros(t.shape, dtype=t.dtype, device=t.device), t, False)),
-        Condition(
-            "device",
-            "both are on one device",
-            lambda self, src, _: self.device == src.device,
-            lambda device: (torch.zeros(3, device=device), torch.ones(3, device=another_device(device)), False),
-        ),
+        one_device((0, 1), lambda t: (t, beside(t), False)),
         Condition(
             "shape",
             "src can be broadcast to self",

@@ -3,10 +3,8 @@
 import torch
 
 from twinkle.aten import Condition, Home, Kernel, OperatorSpec, Semantics
-from twinkle.aten.conditions import dense, rounded, tensor
+from twinkle.aten.conditions import dense, floating, rounded, tensor
 from twinkle.aten.routes import ANY, Work
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def _bfloat16(device):
@@ -29,12 +27,7 @@ SPEC = OperatorSpec(
     },
     conditions=(
         *tensor(0, "input", lambda t: (t, 0.5, True)),
-        Condition(
-            "dtype",
-            "the dtype is one of float32, bfloat16, float16, float64",
-            lambda input, p, train: input.dtype in _DTYPES,
-            lambda device: (torch.ones(3, dtype=torch.complex64, device=device), 0.5, True),
-        ),
+        floating(0, lambda t: (t, 0.5, True)),
         Condition(
             "p",
             "0 < p < 1",

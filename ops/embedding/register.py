@@ -5,7 +5,7 @@ import functools
 import torch
 
 from twinkle.aten import Condition, Home, Kernel, OperatorSpec, Semantics
-from twinkle.aten.conditions import another_device, tensor
+from twinkle.aten.conditions import dimensions, one_device, tensor
 from twinkle.aten.routes import Work
 
 _INTEGERS = (torch.int64, torch.int32)
@@ -21,6 +21,10 @@ def _table(device, rows=3):
 
 def _some(device):
     return torch.tensor([[1, 0], [2, 2]], device=device)
+
+
+def _looked_up(weight):
+    return _call(weight, _some(weight.device))
 
 
 def _in_range(weight, indices, *_):
@@ -98,18 +102,8 @@ SPEC = OperatorSpec(
             lambda weight, *_: not weight.is_complex(),
             lambda device: _call(_table(device).to(torch.complex64), _some(device)),
         ),
-        Condition(
-            "rank",
-            "weight has two dimensions",
-            lambda weight, *_: weight.dim() == 2,
-            lambda device: _call(torch.ones(3, device=device), _some(device)),
-        ),
-        Condition(
-            "device",
-            "both are on one device",
-            lambda weight, indices, *_: weight.device == indices.device,
-            lambda device: _call(_table(device), _some(another_device(device))),
-        ),
+        dimensions(0, "weight", 2, _looked_up),
+        one_device((0, 1), _looked_up),
     ),
     work=Work(
         _size,

@@ -5,10 +5,9 @@ import functools
 import torch
 
 from twinkle.aten import Condition, Home, Kernel, OperatorSpec, Semantics
-from twinkle.aten.conditions import another_device, beside, tensor
+from twinkle.aten.conditions import FLOATING, beside, one_device, tensor
 from twinkle.aten.strided import broadcasts
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LONG = 1024
 """As many queries are PyTorch's own: its kernels are faster there."""
 WIDEST = 256
@@ -130,15 +129,10 @@ SPEC = OperatorSpec(
         Condition(
             "dtype",
             "query, key and value have one dtype: float32, bfloat16, float16 or float64",
-            lambda query, key, value, *_: query.dtype == key.dtype == value.dtype and query.dtype in _DTYPES,
+            lambda query, key, value, *_: query.dtype == key.dtype == value.dtype and query.dtype in FLOATING,
             lambda device: _call(_ones(device), _ones(device, dtype=torch.bfloat16)),
         ),
-        Condition(
-            "device",
-            "they are on one device",
-            lambda query, key, value, *_: query.device == key.device == value.device,
-            lambda device: _call(_ones(device), _ones(another_device(device))),
-        ),
+        one_device((0, 1, 2), functools.partial(_qkv, 0)),
         Condition(
             "rank",
             "they have four dimensions: batch, heads, length, width",

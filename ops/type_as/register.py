@@ -5,7 +5,7 @@ import functools
 import torch
 
 from twinkle.aten import Condition, Home, Kernel, OperatorSpec, Semantics
-from twinkle.aten.conditions import CASTABLE, another_device, rounded, tensor
+from twinkle.aten.conditions import CASTABLE, beside, one_device, rounded, tensor
 from twinkle.aten.gradients import conversion
 from twinkle.aten.movements import MOVEMENTS, laid_out, movement_of_result
 from twinkle.aten.routes import Work
@@ -46,15 +46,7 @@ SPEC = OperatorSpec(
     conditions=(
         *tensor(0, "self", lambda t: (t, torch.ones(3, dtype=torch.float64, device=t.device))),
         *tensor(1, "other", lambda t: (torch.ones(3, dtype=torch.int16, device=t.device), t), without=("empty",)),
-        Condition(
-            "device",
-            "both are on one device",
-            lambda self, other: self.device == other.device,
-            lambda device: (
-                torch.ones(3, device=device),
-                torch.ones(3, dtype=torch.bfloat16, device=another_device(device)),
-            ),
-        ),
+        one_device((0, 1), lambda t: (t, beside(t, dtype=torch.bfloat16))),
         Condition(
             "nothing-to-do",
             "the dtypes differ; a tensor that has it already is returned itself",

@@ -3,9 +3,7 @@
 import torch
 
 from twinkle.aten import Condition, Home, Kernel, OperatorSpec, Semantics
-from twinkle.aten.conditions import one_device, rounded, tensor
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+from twinkle.aten.conditions import floating, one_device, rounded, tensor
 
 
 def _call(grad, indices, padding_idx=-1, rows=3):
@@ -44,14 +42,7 @@ SPEC = OperatorSpec(
     conditions=(
         *tensor(0, "grad_output", _of),
         *tensor(1, "indices", lambda t: _call(torch.ones(2, 4, device=t.device), t), without=("layout", "lazy-bits")),
-        Condition(
-            "dtype",
-            "grad_output is float32, bfloat16, float16 or float64",
-            lambda grad, *_: grad.dtype in _DTYPES,
-            lambda device: _call(
-                torch.ones(2, 4, dtype=torch.complex64, device=device), torch.tensor([1, 0], device=device)
-            ),
-        ),
+        floating(0, _of),
         one_device((0, 1), _of),
         Condition(
             "indices",

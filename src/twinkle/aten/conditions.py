@@ -120,7 +120,7 @@ def beside(t: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> to
     return torch.ones(shape or t.shape, dtype=dtype or t.dtype, device=t.device)
 
 
-def another_device(device: torch.device) -> torch.device:
+def _another_device(device: torch.device) -> torch.device:
     """One beside it, for a call with tensors of two; NotImplementedError where there is none."""
     if device.type == "cpu":
         raise NotImplementedError("the CPU is the only device that is always there")
@@ -136,7 +136,7 @@ def one_device(places: Sequence[int], call: Call) -> Condition:
     """
 
     text = "all its tensors are on one device"
-    return _alike("device", text, places, call, lambda t: t.device, lambda t: t.to(another_device(t.device)))
+    return _alike("device", text, places, call, lambda t: t.device, lambda t: t.to(_another_device(t.device)))
 
 
 def one_dtype(places: Sequence[int], call: Call) -> Condition:
