@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.aten.conftest import INTERPRETED, SIMULATED
+from tests.aten.conftest import INTERPRETED, SIMULATED, TRITON
 from tests.aten.uses import USES
 from twinkle.aten import Home, Profile, RegistrationError, catalog, install, routes
 from twinkle.aten.harness.cases import benchmark_cases
@@ -153,6 +153,15 @@ def test_a_call_that_is_routed_to_native_is_timed_as_users_get_it(
     assert won == ours - routed
 
 
+@pytest.mark.skipif(not TRITON, reason="Triton doesn't run on this device")
+def test_in_another_mode_others_serve(clone: OperatorSpec, chip: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its Triton kernel alone, no call is routed: each counts, won or lost."""
+    everything_is_native = lambda operator, work, platform, level: routes.Routes(work, None)  # noqa: E731
+    monkeypatch.setattr("twinkle.aten.modes.routes_of", everything_is_native)
+    rows = list(measure(clone, chip.found, mode="triton", **BRIEF))
+    assert "triton" in {row.who for row in rows if row.ms} and ROUTED not in {row.who for row in rows}
+
+
 def test_a_wrong_kernel_is_not_timed(clone: OperatorSpec, chip: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     level = Serving(clone, chip.found).level
     module = __import__(f"ops.clone.kernel.{level}_level", fromlist=["*"])
@@ -271,6 +280,19 @@ def test_auto_leaves_out_what_loses_somewhere(chip: Profile, monkeypatch: pytest
     monkeypatch.setattr(catalog, "chosen", lambda: ["clone"])
     with install("auto", platform=chip.platform) as installed:
         assert "faster than PyTorch's elsewhere, is slower on aten/clone/" in str(installed.left_out["clone"])
+
+
+@interpreted_takes_long
+@pytest.mark.usefixtures("quick")
+def test_auto_judges_an_operator_in_its_mode(chip: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where PyTorch's own kernel serves every call, nothing is gained by ours, however fast it is."""
+    monkeypatch.setattr(clocks, "clock_for", lambda *_, **__: Told({"clone"}))
+    monkeypatch.setattr(clocks, "host_clock_for", lambda device: None)
+    monkeypatch.setattr(catalog, "chosen", lambda: ["clone"])
+    with install("auto", platform=chip.platform) as installed:
+        assert set(installed.registrations) == {"clone"}
+    with install("auto", platform=chip.platform, modes={"clone": "native"}) as installed:
+        assert "native serves it: native-mode" in str(installed.left_out["clone"])
 
 
 @interpreted_takes_long

@@ -57,8 +57,8 @@ def install(
         operators: names; ``"all"``: those that can be registered and do no harm in the process meanwhile; one whose
             package is broken is in ``Installation.left_out`` and takes no other along. ``"auto"``: those of them whose
             kernel is faster than PyTorch's own, by more than the noise, on one of the calls in their ``benchmark.yaml``
-            at least, and slower on none that it would serve. That is measured here and now, which takes some seconds
-            for each; nothing else should run meanwhile. The others are in ``Installation.left_out`` too.
+            at least, and slower on none that it would serve in its mode. That is measured here and now, which takes
+            some seconds for each; nothing else should run meanwhile. The others are in ``Installation.left_out`` too.
         platform: a platform's name or alias, or a device profile.
         modes: who serves the calls of an operator. ``"auto"``: its kernel, but PyTorch's own where that is faster, as
             the operator's routes say. ``"triton"``: its Triton kernel for every call that it can take. ``"native"``:
@@ -87,7 +87,7 @@ def install(
         raise RegistrationError(unused, Reason("unknown-operator", text))
     if operators == "auto":
         found = platform_here("install", key, platforms_meant("install", key, name))
-        slower = {spec.name: _why_not(spec, found) for spec in specs}
+        slower = {spec.name: _why_not(spec, found, chosen.get(spec.name, "auto")) for spec in specs}
         left_out |= {name: reason for name, reason in slower.items() if reason is not None}
     done = Installation({}, left_out)
     try:
@@ -141,8 +141,8 @@ def _check_word(name: str, alone: bool) -> None:
         raise RegistrationError("install", Reason("unknown-operator", text, f"did you mean {word!r} itself?"))
 
 
-def _why_not(spec: OperatorSpec, platform: Platform) -> Reason | None:
-    """None when an operator's kernel wins somewhere on this machine, and loses nowhere."""
+def _why_not(spec: OperatorSpec, platform: Platform, mode: str) -> Reason | None:
+    """None when an operator's kernel, in that mode, wins somewhere on this machine, and loses nowhere."""
     import torch
 
     from twinkle.aten.harness.listed import InputsError
@@ -151,7 +151,7 @@ def _why_not(spec: OperatorSpec, platform: Platform) -> Reason | None:
         from twinkle.bench.aten import loses, measure, size_for, wins
 
         size = size_for(torch.device(platform.device_type))
-        rows = list(measure(spec, platform, size=size, rounds=10, seconds=0.5, peer=False))
+        rows = list(measure(spec, platform, size=size, rounds=10, seconds=0.5, mode=mode, peer=False))
     except InputsError as error:
         raise RegistrationError(spec.name, Reason("bad-inputs", str(error))) from None
     except ModuleNotFoundError as error:

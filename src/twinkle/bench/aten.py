@@ -23,9 +23,10 @@ import torch
 from twinkle.aten.harness.cases import Case, benchmark_cases
 from twinkle.aten.harness.compare import difference, exact, shares_memory
 from twinkle.aten.harness.listed import benchmark_file
-from twinkle.aten.keys import effective_keys
+from twinkle.aten.keys import DEFAULT_KEY, effective_keys
+from twinkle.aten.modes import serving_in_mode
+from twinkle.aten.registration import Registration, register
 from twinkle.aten.routes import every_size
-from twinkle.aten.serving import Serving
 from twinkle.aten.spec import OperatorSpec, Semantics
 from twinkle.bench.clocks import Call, timed_both
 from twinkle.bench.results import EVERYBODY, Result, measured, slower_us
@@ -52,6 +53,7 @@ def measure(
     size: str,
     rounds: int,
     seconds: float,
+    mode: str = "auto",
     peer: bool = True,
     floor: bool = False,
 ) -> Iterator[Result]:
@@ -62,6 +64,7 @@ def measure(
         size: see :func:`twinkle.aten.harness.cases.benchmark_cases`.
         rounds: samples of each candidate, at most.
         seconds: about how long the rounds of one case may take, for all candidates together.
+        mode: of the operator's registration, see :func:`twinkle.aten.install`.
         peer: whether FlagGems takes part.
         floor: whether what only delegates does.
 
@@ -76,7 +79,7 @@ def measure(
     cases = zip(benchmark_cases(spec, size), benchmark_cases(spec, "quick"), strict=True)
     for case, small in cases:
         try:
-            yield from _Timed(spec, platform, case, small).rows(rounds, seconds, peer, floor)
+            yield from _Timed(spec, platform, mode, case, small).rows(rounds, seconds, peer, floor)
         except torch.OutOfMemoryError:
             dtype = dtype_name(case.dtype)
             yield Result(f"aten/{case.name}", EVERYBODY, "-", dtype, note="the device's memory is too small for it")
@@ -123,25 +126,26 @@ def _served(rows: list[Result]) -> Iterator[tuple[str, Result, Result]]:
 class _Timed:
     """One case in one dtype."""
 
-    def __init__(self, spec: OperatorSpec, platform: Platform, case: Case, small: Case) -> None:
-        self.spec, self.platform, self.case, self.small = spec, platform, case, small
+    def __init__(self, spec: OperatorSpec, platform: Platform, mode: str, case: Case, small: Case) -> None:
+        self.spec, self.platform, self.mode, self.case, self.small = spec, platform, mode, case, small
         self.device = torch.device(platform.device_type)
-        self.serving = Serving(spec, platform)
+        with every_size():
+            self.serving = serving_in_mode(spec, platform, mode)
         self.values = case.values(self.device)
 
     def _operator(self, values: list[Any], function: Any = None) -> Call:
         """The call with its arguments bound, so that nothing but the call is timed."""
         return self.serving.arguments.call(functools.partial(functools.partial, function or self.spec.overload), values)
 
-    def _registered(self) -> AbstractContextManager[Any]:
-        with every_size():
-            return self.spec.register_a1(platform=self.platform.name)
+    def _as_users_get_it(self) -> Registration:
+        return register(self.spec, DEFAULT_KEY, None, self.platform.name, self.mode)
 
-    def _as_users_get_it(self) -> AbstractContextManager[Any]:
-        return self.spec.register_a1(platform=self.platform.name)
+    def _registered(self) -> Registration:
+        with every_size():
+            return self._as_users_get_it()
 
     def _is_routed(self) -> bool:
-        with self.spec.register_a1(platform=self.platform.name) as registration:
+        with self._as_users_get_it() as registration:
             self._operator(self.case.values(self.device))()
         return registration.counts.kernel == 0
 
@@ -192,7 +196,7 @@ class _Timed:
         judged = self.spec.judge is not None or Semantics.ROUNDS in self.spec.semantics
         case = self.small if judged else self.case
         ours, theirs = case.values(self.device), case.values(self.device)
-        with every_size(), self.spec.register_a1(platform=self.platform.name) as registration:
+        with self._registered() as registration:
             result = self._operator(ours)()
         if registration.counts.kernel != 1:
             return f"native serves it: {', '.join(registration.counts.fallbacks)}"
