@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.aten.conftest import ROOT, SIMULATED
 from twinkle.aten import Profile, catalog, routes
+from twinkle.aten.spec import OperatorSpec
 from twinkle.bench import routes as table_of
 from twinkle.bench.aten import NATIVE
 from twinkle.bench.results import Result, read
@@ -55,6 +57,15 @@ def test_every_kind_is_measured_in_every_size(chip: Profile) -> None:
     # Not all are taken by the kernel made of other operators.
     assert {row.note for row in rows if not row.ms} <= {"native serves it: cast"}
     assert set(table_of.tables(rows)["copy_"]) == set(spec.work.samples)
+
+
+def test_every_kind_has_a_call_of_each_size_that_the_table_is_made_of(registrable: OperatorSpec) -> None:
+    work = registrable.work
+    for kind, sample in work.samples.items():
+        dtype = table_of._first_that_makes(kind, work)
+        for size in table_of.SIZES:
+            values = sample(size // dtype.itemsize, torch.device("meta"), dtype)
+            assert work.kind(*values) == kind and 1 / 2 <= work.size(*values) / size <= 2
 
 
 def test_a_size_in_which_a_kind_has_no_call_is_left_out(chip: Profile) -> None:
