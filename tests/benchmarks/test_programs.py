@@ -23,8 +23,9 @@ from twinkle.bench import clocks, routes
 from twinkle.bench import ops as measuring
 from twinkle.bench.cases import CASES, LARGE, OPS, SMALL, Nothing, all_items, host_items, traffic_mb
 from twinkle.bench.results import Result, Run, read
-from twinkle.kernel import DEFAULT_KERNEL_CONFIG
+from twinkle.kernel import DEFAULT_KERNEL_CONFIG, registry
 from twinkle.kernel.ops.torch_support import FASTER
+from twinkle.kernel.registry import KernelImpl, register_backend
 from twinkle.kernel.testing import with_backends
 
 ROOT = Path(__file__).parents[2]
@@ -181,6 +182,20 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch):
     run = ops.main([*QUICK, "--op", "rms_norm"])
     notes = [r.note for r in run.results if r.who == "torch"]
     assert notes and all(note.startswith(f"{measuring.WRONG}off by") for note in notes)
+
+
+def test_a_wrong_kernel_at_a_site_that_its_backend_refuses_is_no_failure(own_registry):
+    """A backend that takes Llama's norms only, given Gemma's as well."""
+    build = registry.get_op("rms_norm").load_reference().build
+    narrow = KernelImpl(
+        lambda target, site: build(dataclasses.replace(site.variant, offset=0.0)),
+        lambda: (True, None),
+        lambda site: None if site.variant.offset == 0 else "only offset 0",
+    )
+    register_backend("rms_norm", "narrow", narrow)
+    run = ops.main([*QUICK, "--op", "rms_norm"])
+    assert {r.note for r in run.results if r.who == "narrow" and r.note} == {"only offset 0"}
+    assert any(r.ms for r in run.results if r.who == "narrow")
 
 
 def test_a_kernel_that_raises_is_not_timed(monkeypatch):

@@ -2,7 +2,8 @@
 
 The candidates of a case: ``hf``, the class or function of transformers itself; ``F.rms_norm`` where that exists; and
 every backend of the op that this machine has, whether or not its ``accepts`` would take the site: what is refused for
-being slower has to be measured somewhere. What can't run has a row with the reason.
+being slower has to be measured somewhere. What can't run has a row with the reason; what computes something else at a
+site that it refuses has the refusal, as no model would get it there.
 """
 
 from __future__ import annotations
@@ -46,12 +47,14 @@ class Candidate:
         call: a function of nothing that gives the result, or the reason why there is none.
         floor: computes something else; nobody can be faster.
         declines: the directions in which the kernel, once installed, leaves a call of this size to the original.
+        refuses: why the backend doesn't take the site; it may compute something else there.
     """
 
     who: str
     call: Call | Reason
     floor: bool = False
     declines: tuple[str, ...] = ()
+    refuses: Reason | None = None
 
 
 def path_of(case: Case) -> str:
@@ -94,7 +97,9 @@ def candidates(case: Case, subject: Subject, target: Target, site: Site, item: I
             continue
         kernel = kernel_of(case, backend, target, site)
         if isinstance(kernel, Kernel):
-            found.append(_of_kernel(backend, kernel, args, subject.kwargs))
+            impl = get_impl(case.op, backend)
+            refuses = None if isinstance(impl, Reason) else refusal(impl, site)
+            found.append(dataclasses.replace(_of_kernel(backend, kernel, args, subject.kwargs), refuses=refuses))
         else:
             found.append(Candidate(backend, kernel))
     return found
@@ -230,7 +235,7 @@ def _steps(
         raise
     except Exception as error:
         return str(Reason.of_error(error, "failed", "calling it"))
-    return why or (f, fb)
+    return str(candidate.refuses or why) if why else (f, fb)
 
 
 Progress = Callable[[int, int, str], None]
