@@ -231,7 +231,9 @@ def test_it_says_that_no_order_was_compared_or_that_none_is_better() -> None:
 
 
 def test_it_says_how_to_get_enough_rounds_and_a_quieter_run() -> None:
-    text = shown([*originals(None), entry("triton", 100, half=None, chosen=True)])
+    total = row("default", 90.0, worth.TOGETHER, chosen=True, figures={"calls": 1.0, **about("saved", 100, None)})
+    text = shown([*originals(None), entry("triton", 100, half=None, chosen=True), total])
+    assert "All together: a step takes 90.0 ms: too few rounds to tell." in text and "confidence" not in text
     assert "3 rounds are too few to tell anything. It takes 8: try --budget 90." in text
     assert "too few rounds to tell" in text and "No order" not in text and "No other" not in text
     assert "something else is at work on this machine" in shown([*originals(6e3), entry("triton", 100, chosen=True)])

@@ -172,9 +172,11 @@ def _signed(value: float) -> str:
 
 
 def _legend(rows: Sequence[Result]) -> list[str]:
+    known = any("saved_low_us" in row.figures for row in rows)
+    within = f" and where it lies with {worth.CONFIDENCE:.0%} confidence" if known else ""
     lines = [
-        "saved: the original's time less this one's, the median of the rounds and where it lies with "
-        f"{worth.CONFIDENCE:.0%} confidence; *: what the default mapping takes"
+        f"saved: the original's time less this one's, the median of the rounds{within}; "
+        "*: what the default mapping takes"
     ]
     if any("step_memory_gb" in row.figures for row in rows):
         lines.append("memory: what the tensors of a step hold at most, more (+) or less (-) than the original's")
@@ -192,7 +194,8 @@ def _outcome(rows: Sequence[Result], original: Result, found: Conclusions) -> li
         p50, times = significant(total.ms["p50"]), factor(before / (before - total.figures["saved_us"] / 1e3))
         said = found.verdicts[total.case, total.who]
         doubt = f" ({DOUBT[said]})" if said in DOUBT else ""
-        lines.append(f"All together: a step takes {p50} ms{speed}: {times} as fast{doubt}.")
+        gain = DOUBT[said] if said == worth.TOO_FEW else f"{times} as fast{doubt}"
+        lines.append(f"All together: a step takes {p50} ms{speed}: {gain}.")
     usual = {name(row): found.verdicts[row.case, row.who] for row in rows if row.chosen and row.case != TOGETHER}
     useless = [entry for entry, said in usual.items() if said in (worth.NOISE, worth.SLOWER)]
     if useless:
