@@ -242,7 +242,7 @@ def test_silu_is_what_came_of_it(tmp_path: Path) -> None:
             "it makes no new tensor, or several, or takes none by itself (begin with a copy of ops/copy_ or ops/item)",
         ),
         (["clone"], "clone: there is one already, and two can't be told apart: ops.clone.register:SPEC of "),
-        (["silu", "--folder", "no/such"], "no folder no/such: run this where the operators' folder is, or name it"),
+        (["silu", "--folder", "no/such"], "no folder no/such: make it first, or run this where it is"),
     ],
 )
 def test_wrong_use(arguments: list[str], message: str) -> None:

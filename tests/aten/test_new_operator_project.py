@@ -123,9 +123,8 @@ def test_what_was_done_is_what_is_said(tmp_path: Path) -> None:
     """Without a project, in one that can't be edited, and beside another package of the folder's name."""
     (tmp_path / "ops").mkdir()
     made = new("mish", "--folder", str(tmp_path / "ops")).stdout
-    assert (
-        f"There is no {tmp_path / 'pyproject.toml'}; where it is to be known, an entry point names it: mish = " in made
-    )
+    assert f"There is no {tmp_path / 'pyproject.toml'}. The one of the package that will hold it needs:" in made
+    assert '    [project.entry-points."twinkle.aten_ops"]\n    mish = "ops.mish.register:SPEC"\n' in made
     assert f"ops is found in {ROOT / 'ops'} first, and ops.mish with it" in made and "lists it" not in made
     (tmp_path / "pyproject.toml").write_text("[tool.poetry]\n")
     made = new("tanh", "--folder", str(tmp_path / "ops")).stdout

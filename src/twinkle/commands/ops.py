@@ -177,7 +177,7 @@ def new(name: str, *, schema: str | None, folder: str) -> int:
     from twinkle.aten.shipped import shipped
 
     if not Path(folder).is_dir():
-        raise CommandError(f"no folder {folder}: run this where the operators' folder is, or name it with --folder")
+        raise CommandError(f"no folder {folder}: make it first, or run this where it is")
     try:
         overload = scaffold.overload_of(name, schema)
         scaffold.check_free(name)
@@ -205,7 +205,8 @@ def _listed(name: str, place: Any) -> str:
     project, value = place.project, place.value(name)
     install = "That it is known everywhere:\n\n    pip install -e . --no-deps\n"
     if not project.is_file():
-        return f"There is no {project}; where it is to be known, an entry point names it: {name} = {value}\n"
+        entry = f'[project.entry-points."twinkle.aten_ops"]\n    {name} = "{value}"'
+        return f"There is no {project}. The one of the package that will hold it needs:\n\n    {entry}\n"
     try:
         added = scaffold.add_entry_point(name, value, project)
     except RegistrationError as error:
