@@ -51,8 +51,7 @@ def device_types(kinds: tuple[str, ...], nowhere: str, install: str) -> frozense
     if interpreted():
         return frozenset({"cpu", gpu} - {None})  # type: ignore[arg-type]
     if gpu is None:
-        hint = "set TRITON_INTERPRET=1 before triton is imported to run its programs on the CPU, for tests"
-        return Reason("no-device", nowhere, hint)
+        return Reason("no-device", nowhere, "for tests: TRITON_INTERPRET=1")
     try:
         # The device may be there and Triton's driver not work, e.g. for want of a C compiler.
         assert triton.runtime.driver.active is not None

@@ -148,7 +148,7 @@ def test_packages_that_are_not_there() -> None:
         """,
         interpret=True,
     )
-    assert answers["triton"] == ["no-device", "no device for Liger's Triton kernels (looked for cuda, npu, xpu)"]
+    assert answers["triton"] == ["no-device", "no device for Liger's Triton kernels: none of cuda, npu, xpu"]
     assert answers["own"] == "Triton has no GPU to run on"
     assert answers["own with a GPU"] == "the package triton is not installed (pip install triton)"
     install = "pip install 'twinkle-kernel[liger]'"

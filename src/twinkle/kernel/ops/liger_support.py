@@ -55,7 +55,7 @@ def available(symbols: tuple[str, ...] = SYMBOLS) -> tuple[bool, Reason | None]:
     """
     global _launchable
     try:
-        nowhere = f"no device for Liger's Triton kernels (looked for {', '.join(GPU_TYPES)})"
+        nowhere = f"no device for Liger's Triton kernels: none of {', '.join(GPU_TYPES)}"
         found = device_types(GPU_TYPES, nowhere, _INSTALL)
         if isinstance(found, Reason):
             return False, found
