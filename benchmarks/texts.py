@@ -86,7 +86,7 @@ TEXTS: dict[str, dict[str, str]] = {
         "no reference": "none; an installer of its own finds the functions",
         "opt-in": "none, it has to be asked for",
         "no targets": "no family",
-        "unmeasured op": "no figures yet",
+        "unmeasured op": "no figures of the op alone",
         "original": "{model}, batch {batch}, {dtype}: a step of the original takes {ms} ms, and differs from itself by "
         "up to {noise} us in these {rounds} rounds.",
         "better": "By more than the noise, these would be faster than the default mapping:",
@@ -191,7 +191,7 @@ TEXTS: dict[str, dict[str, str]] = {
         "no reference": "无；由它自己的安装器找到这些函数",
         "opt-in": "无，需主动选用",
         "no targets": "没有系列",
-        "unmeasured op": "尚无数据",
+        "unmeasured op": "没有算子单独的数据",
         "original": "{model}，批大小 {batch}，{dtype}：原始模型的一步需 {ms} ms；"
         "在这 {rounds} 轮里，它与自身最多相差 {noise} us。",
         "better": "超出噪声、比默认映射更快的选择：",
