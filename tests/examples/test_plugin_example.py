@@ -41,7 +41,7 @@ def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedPro
 @pytest.mark.slow
 def test_its_own_tests_pass(environment: dict[str, str], tmp_path: Path) -> None:
     done = run(environment, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(PLUGIN))
-    assert done.returncode == 0 and "4 passed" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "5 passed" in done.stdout, done.stdout + done.stderr
 
 
 def test_it_is_known_before_anything_of_it_is_imported(environment: dict[str, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from transformers.activations import ReLUSquaredActivation
 from typer.testing import CliRunner
 
 from twinkle import presets
@@ -11,6 +12,14 @@ from twinkle.cli import app
 from twinkle.kernel import DEFAULT_KERNEL_CONFIG, KernelChoice, kernelize
 from twinkle.kernel.report import report
 from twinkle.kernel.undo import unkernelize
+
+
+class Identity(torch.nn.Module):
+    """A place that the op is not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
 
 NORM = "transformers.models.qwen3.modeling_qwen3.Qwen3RMSNorm"
 
@@ -28,6 +37,19 @@ def test_a_model_gets_the_backend() -> None:
     assert (row.state, row.backend, row.instances, row.verified) == ("installed", "mine", 9, True)
     assert row.calls == 9
     unkernelize(model)
+
+
+def test_the_op_is_recognised_by_what_it_computes_and_its_backend_keeps_the_contract() -> None:
+    result = CliRunner().invoke(app, ["verify", "--op", "relu_squared", "--backend", "mine"])
+    assert result.exit_code == 0, result.output
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), ReLUSquaredActivation(), torch.nn.ReLU())
+    choice = KernelChoice("relu_squared", ("mine",))
+    kernelize(model, {ReLUSquaredActivation: choice}, strict=True, verify=True)
+    assert report(model).row("ReLUSquaredActivation").verified
+    unkernelize(model)
+    other = torch.nn.Sequential(Identity())
+    kernelize(other, {Identity: choice})
+    assert report(other).row("Identity").state == "refused"
 
 
 def test_the_operator_is_served_and_taken_back() -> None:

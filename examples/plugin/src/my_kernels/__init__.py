@@ -1,10 +1,10 @@
-"""A backend of twinkle-kernel's op ``rms_norm``. Importing this imports twinkle's registry only."""
+"""A backend of twinkle-kernel's op ``rms_norm``, and an op. Importing this imports twinkle's registry only."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from twinkle.kernel.registry import KernelImpl, register_backend
+from twinkle.kernel.registry import KernelImpl, register_backend, register_op
 
 
 def available() -> tuple[bool, str | None]:
@@ -26,6 +26,15 @@ def load(target: Any, site: Any) -> type:
     return MyRMSNorm
 
 
+def load_relu_squared(target: Any, site: Any) -> type:
+    """The layer of the op below."""
+    from my_kernels.relu_squared import MyReLUSquared
+
+    return MyReLUSquared
+
+
 def register() -> None:
     """What the entry point names."""
     register_backend("rms_norm", "mine", KernelImpl(load, available, accepts))
+    relu_squared = {"mine": KernelImpl(load_relu_squared, available, lambda site: None)}
+    register_op("relu_squared", implementations=relu_squared, reference="my_kernels.relu_squared")
