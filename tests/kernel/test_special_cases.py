@@ -94,6 +94,7 @@ def test_fused_projections(preset, owner):
         ("llama", "llama.LlamaMLP.forward", "gelu", "gelu"),
         ("llama", "llama.LlamaMLP.forward", "gelu_pytorch_tanh", "gelu_tanh"),
         ("llama", "llama.LlamaMLP.forward", "relu", "relu"),
+        ("llama", "llama.LlamaMLP.forward", "sigmoid", "sigmoid"),
         ("phi3", "phi3.Phi3MLP.forward", "gelu", "gelu"),
         ("gemma2", "gemma2.Gemma2MLP.forward", "silu", "silu"),
         ("qwen3_moe", "qwen3_moe.Qwen3MoeMLP.forward", "gelu", "gelu"),

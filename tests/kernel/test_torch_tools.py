@@ -57,6 +57,23 @@ def test_parametrised_projections_inside_a_kernelized_mlp():
     assert differences(before, look(model)) == [] and same_bits(step(model), theirs)
 
 
+@pytest.mark.skipif(len(torch.backends.quantized.supported_engines) < 2, reason="this PyTorch quantises nothing")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore::DeprecationWarning")
+def test_quantised_projections_inside_a_kernelized_mlp():
+    """Its projections are called, not read, so they may be of any class."""
+    model = qwen3().eval()
+    model.model = torch.ao.quantization.quantize_dynamic(model.model, {nn.Linear}, dtype=torch.qint8)
+    assert type(model.model.layers[0].mlp.gate_proj) is not nn.Linear
+    inputs = presets.inputs(model)
+    with torch.no_grad():
+        theirs = model(**inputs).logits
+        kernelize(model, mapping("loopback", "qwen3."))
+        ours = model(**inputs).logits
+    assert installed(model) == QWEN3
+    torch.testing.assert_close(ours, theirs)
+    unkernelize(model)
+
+
 def test_a_parametrised_norm_is_refused():
     model = qwen3()
     parametrize.register_parametrization(model.model.norm, "weight", Doubled())
