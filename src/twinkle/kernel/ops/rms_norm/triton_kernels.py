@@ -122,7 +122,7 @@ def backward_kernel(
             dw += tl.sum(dy * h, axis=0)
         if HAS_WEIGHT:
             dy = dy * w[None, :]
-        projection = tl.sum(dy * h, axis=1) / width
+        projection = rstd * tl.sum(dy * x, axis=1) / width  # neither sum waits for the other
         dx = rstd[:, None] * (dy - h * projection[:, None])
         dx_start = _row_starts(rows, dx_middle, dx_inner, dx_outer, dx_mid_stride, dx_stride)[:, None]
         tl.store(dx_ptr + dx_start + columns[None, :] * dx_column, dx.to(dx_ptr.dtype.element_ty), mask=mask)
