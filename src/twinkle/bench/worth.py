@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from twinkle.bench.results import ORIGINAL, Result
-from twinkle.kernel.config import OPT_IN_KERNEL_CONFIG
+from twinkle.kernel.config import DEFAULT_KERNEL_CONFIG, OPT_IN_KERNEL_CONFIG, default_chain
+from twinkle.kernel.registry import KernelChoice
 
 CASE = "model/"
 ORIGINAL_CASE, TOGETHER = f"{CASE}original", f"{CASE}all together"
@@ -156,9 +157,6 @@ def _choose(target: str, rows: list[Result], original: Result | None, found: Con
 
 def choice_of(target: str) -> Any:
     """What the default mapping says about a target; of an entry of :data:`OPT_IN`, all that its op has."""
-    from twinkle.kernel import DEFAULT_KERNEL_CONFIG, KernelChoice
-    from twinkle.kernel.config import default_chain
-
     if target in OPT_IN and target not in DEFAULT_KERNEL_CONFIG:
         return KernelChoice(OPT_IN[target], default_chain(OPT_IN[target]))
     return DEFAULT_KERNEL_CONFIG[target]

@@ -15,7 +15,7 @@ from twinkle.kernel.reclass import Method, installed_on
 from twinkle.kernel.report_text import short
 from twinkle.kernel.rows import Row
 from twinkle.kernel.targets import Site
-from twinkle.kernel.undo import NOT_TAKEN_BACK, Transaction, transaction
+from twinkle.kernel.transaction import NOT_TAKEN_BACK, Transaction, transaction
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:

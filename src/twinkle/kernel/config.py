@@ -6,7 +6,7 @@ computes; whether an instance or a call is within a kernel's domain is still jud
 
 from __future__ import annotations
 
-from twinkle.kernel.registry import KernelChoice
+from twinkle.kernel.registry import KernelChoice, backends_of
 
 # op -> backends, best first, as measured: see benchmarks/results and docs/en/benchmarks.md. Where the `torch`
 # backend doesn't win (see ops/torch_support.py) it refuses. moe_experts by liger is never chosen, by torch it wasn't
@@ -182,8 +182,6 @@ _OPT_IN: dict[str, tuple[str, tuple[str, ...]]] = {
 
 def default_chain(op: str) -> tuple[str, ...]:
     """The backends that the default config tries for an op, best first; for an op that it doesn't know, all it has."""
-    from twinkle.kernel.registry import backends_of
-
     return _CHAINS.get(op) or backends_of(op)
 
 

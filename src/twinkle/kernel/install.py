@@ -7,7 +7,7 @@ import inspect
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.nn.utils import parametrize
@@ -16,14 +16,12 @@ from twinkle.kernel.calls import Router, counted, renamed_parameters, router_of
 from twinkle.kernel.journal import ABSENT, Patch, PatchConflict, enter_model, lock, patch_of, register_model
 from twinkle.kernel.passed import Watched
 from twinkle.kernel.reclass import Method, own_forward
-from twinkle.kernel.targets import Site, Target, resolve_target
-from twinkle.kernel.undo import active_transaction, installing, transaction
+from twinkle.kernel.rows import Row
+from twinkle.kernel.targets import ModelIndex, Site, Target, resolve_target
+from twinkle.kernel.transaction import active_transaction, installing, transaction
 from twinkle.kernel.wrappers import beneath
 from twinkle.naming import top_package
 from twinkle.reasons import Counts, Reason
-
-if TYPE_CHECKING:
-    from twinkle.kernel.rows import Row
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,9 +190,6 @@ def default_installer(model: nn.Module, target: Any, impl: Any) -> int:
 
 
 def _install_everywhere(model: nn.Module, target: Any, impl: Any) -> int:
-    from twinkle.kernel.rows import Row
-    from twinkle.kernel.targets import ModelIndex
-
     if not isinstance(target, Target):
         raise ValueError(str(target.reason))
     sites = ModelIndex.of(model, None).sites(target)

@@ -13,12 +13,13 @@ from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
+from twinkle.kernel.calls import router_of
 from twinkle.kernel.reclass import CONTAINERS, Method, installed_on
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from twinkle.kernel.rows import Row
 
 ABSENT = object()
@@ -140,7 +141,7 @@ class Patch:
     @classmethod
     def on(cls, obj: Any, name: str, value: Any) -> Patch:
         """A patch of ``obj``, not applied yet."""
-        holder = weakref.ref(obj) if _is_torch_module(obj) else obj
+        holder = weakref.ref(obj) if isinstance(obj, nn.Module) else obj
         return cls(holder, (id(obj), name), value, _read(obj, name))
 
     @property
@@ -231,23 +232,15 @@ def process_originals() -> Iterator[None]:
 
 def _set_active(value: Any, active: bool) -> None:
     """A router that somebody still holds after the undo passes every call on to the original."""
-    from twinkle.kernel.calls import router_of
-
     router = router_of(value)
     if router is not None:
         router.active = active
 
 
-def _is_torch_module(obj: Any) -> bool:
-    from torch import nn
-
-    return isinstance(obj, nn.Module)
-
-
 def _read(holder: Any, name: str) -> Any:
     if isinstance(holder, MutableMapping):
         return holder.get(name, ABSENT)
-    if _is_torch_module(holder):
+    if isinstance(holder, nn.Module):
         for container in CONTAINERS:
             if name in vars(holder)[container]:
                 return vars(holder)[container][name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from twinkle.kernel.config import default_chain
 from twinkle.kernel.report_text import report_parts
 from twinkle.layout import laid_out, plain, width_of_terminal
 from twinkle.reasons import Counts, Reason
@@ -166,8 +167,6 @@ class Uncovered:
         """The mapping entry that would cover it, as Python source; ``model`` is the model."""
         if self.op is None:
             return None
-        from twinkle.kernel.config import default_chain
-
         chain = [f'"{backend}"' for backend in default_chain(self.op)]
         backends = ", ".join(chain) if len(chain) > 1 else f"{chain[0]},"
         return f'{self.key}: KernelChoice(op="{self.op}", backends=({backends})),'

@@ -9,17 +9,15 @@ import pkgutil
 import sys
 import types
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+import torch
+from torch import nn
+
+from twinkle.kernel.journal import Journal, journals_of, patch_of
 from twinkle.kernel.reclass import peel
 from twinkle.naming import top_package
 from twinkle.reasons import Reason, nearest
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from twinkle.kernel.journal import Journal
 
 Kind = Literal["class", "method", "function", "logical"]
 
@@ -94,8 +92,6 @@ class Site:
 
 def check_model(model: Any, what: str) -> None:
     """Raises a ValueError when what ``what`` was called with is no model."""
-    from torch import nn
-
     if not isinstance(model, nn.Module):
         hint = "; give an instance" if isinstance(model, type) else ""
         raise ValueError(f"{what} needs an nn.Module, got {describe(model)}{hint}")
@@ -137,8 +133,6 @@ def resolve_target(key: Any, importing: bool = True) -> Target | Unresolved:
 
 
 def _key_hint(key: Any) -> str:
-    from torch import nn
-
     if isinstance(key, nn.Module):
         return f"; give its class {type(key).__qualname__}"
     if inspect.isroutine(key):
@@ -147,8 +141,6 @@ def _key_hint(key: Any) -> str:
 
 
 def _class_target(cls: type, label: str | None = None) -> Target:
-    from torch import nn
-
     if not issubclass(cls, nn.Module):
         raise ValueError(f"{label or describe(cls)} is no nn.Module subclass, so no model has instances of it")
     cls = peel(cls)
@@ -211,10 +203,6 @@ def _method_target(cls: type, method: str, path: str) -> Target:
 
 
 def _function_target(python_module: types.ModuleType, name: str, value: Any, path: str) -> Target:
-    from torch import nn
-
-    from twinkle.kernel.journal import patch_of
-
     patch = patch_of(python_module, name)
     original = patch.original if patch else value
     if not callable(original):
@@ -294,12 +282,8 @@ class ModelIndex:
 
     @classmethod
     def of(cls, model: nn.Module, device: torch.device | None) -> ModelIndex:
-        import torch
-
         parameter = next(model.parameters(), None)
         model_device = device or (parameter.device if parameter is not None else torch.device("cpu"))
-        from twinkle.kernel.journal import journals_of
-
         dtype = parameter.dtype if parameter is not None else None
         index = cls(model_device, device, dtype, journals_of(model))
         for name, module in model.named_modules():

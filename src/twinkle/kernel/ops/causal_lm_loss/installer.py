@@ -28,7 +28,8 @@ from twinkle.kernel.ops.causal_lm_loss.pending_logits import Head, PendingLogits
 from twinkle.kernel.ops.hooks import hooks_for_all, hooks_on
 from twinkle.kernel.ops.torch_support import transformed
 from twinkle.kernel.reclass import own_forward, peel
-from twinkle.kernel.undo import active_transaction, patch_method
+from twinkle.kernel.transaction import active_transaction
+from twinkle.kernel.undo import patch_method
 from twinkle.naming import top_package
 from twinkle.reasons import Reason
 
