@@ -58,7 +58,6 @@ class Row:
         default: whether the entry is the default config's own.
         verified: whether ``kernelize(verify=True)`` compared what serves with the original, and it agreed.
         counts: what became of the calls.
-        seen: those of the notes that the last ``report()`` made of what it found at the sites.
         covers: the (class or Python module, attribute) of the sites that the entry names; not part of the data.
         patches: the attributes that its installer replaced; not part of the data.
         recipe: what must be equal for a later call to leave the row's work alone; not part of the data.
@@ -78,7 +77,6 @@ class Row:
     default: bool = False
     verified: bool = False
     counts: Counts = field(default_factory=Counts)
-    seen: list[str] = field(default_factory=list)
     covers: frozenset[tuple[Any, str]] = field(default=frozenset(), repr=False)
     patches: list[Any] = field(default_factory=list, repr=False)
     recipe: tuple[Any, ...] = field(default=(), repr=False)
