@@ -1,6 +1,7 @@
 """The computation of :func:`twinkle.loss.linear_cross_entropy`, a chunk of tokens at a time, apart from autograd.
 
-Shapes throughout: ``x [T, H]``, ``weight [V, H]``, ``bias [V]``, ``target [T]``, ``class_weight [V]``.
+Shapes throughout: ``x [T, H]``, ``weight [V, H]``, ``bias [V]``, ``target [T]``, ``class_weight [V]``, the latter in
+the dtype of the losses, see :func:`dtype_of_losses`.
 """
 
 from __future__ import annotations
@@ -47,20 +48,12 @@ def evaluate(
     Args:
         wanted: which of ``x``, ``weight`` and ``bias`` get a gradient.
     """
-    recipe, reduction, accumulate, chunk, backend = settings
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    class_weight = None if class_weight is None else class_weight.to(x.device, wide)
-    gradients = _Gradients(x, weight, bias, (False,) * 3 if reduction == "none" else wanted, accumulate)
+    of_tokens = settings.reduction == "none"
+    gradients = _Gradients(x, weight, bias, (False,) * 3 if of_tokens else wanted, settings.accumulate)
     # Without the gradient that will come, and a mean's divisor with it: shares of many tokens are too small for fp16.
-    one = torch.ones((), dtype=wide, device=x.device) if gradients else None
-    losses = torch.empty(target.shape, dtype=wide, device=x.device)
-    for part in chunks_of(x.shape[0], chunk):
-        logits = torch.nn.functional.linear(x[part], weight, bias)
-        upstream = None if one is None else one.expand(logits.shape[0])
-        losses[part] = token_losses(logits, target[part], class_weight, recipe, upstream, backend)
-        gradients.add(part, logits)  # logits are their gradient now
-        del logits  # before the next ones are made: the two would be most of what the loss takes
-    return losses if reduction == "none" else losses.sum(), gradients.found
+    one = torch.ones((), dtype=dtype_of_losses(x), device=x.device).expand(target.shape) if gradients else None
+    losses = _chunk_by_chunk(x, weight, bias, target, class_weight, one, settings, gradients)
+    return losses if of_tokens else losses.sum(), gradients.found
 
 
 def differentiate(
@@ -74,20 +67,40 @@ def differentiate(
     wanted: Sequence[bool],
 ) -> Found:
     """The gradients for ``upstream [T]``, the gradients of the tokens' losses, in the dtypes of what they belong to."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    class_weight = None if class_weight is None else class_weight.to(x.device, wide)
     gradients = _Gradients(x, weight, bias, wanted, settings.accumulate)
-    for part in chunks_of(x.shape[0], settings.chunk):
-        logits = torch.nn.functional.linear(x[part], weight, bias)
-        token_losses(logits, target[part], class_weight, settings.recipe, upstream[part], settings.backend)
-        gradients.add(part, logits)
-        del logits
+    _chunk_by_chunk(x, weight, bias, target, class_weight, upstream, settings, gradients)
     dx, dw, db = gradients.found
     return (
         None if dx is None else dx.to(x.dtype),
         None if dw is None else dw.to(weight.dtype),
         None if db is None or bias is None else db.to(bias.dtype),
     )
+
+
+def _chunk_by_chunk(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    class_weight: torch.Tensor | None,
+    upstream: torch.Tensor | None,
+    settings: Settings,
+    gradients: _Gradients,
+) -> torch.Tensor:
+    """The losses ``[T]``; with ``upstream``, what they are worth, the gradients are added to ``gradients``."""
+    losses = torch.empty(target.shape, dtype=dtype_of_losses(x), device=x.device)
+    for part in chunks_of(x.shape[0], settings.chunk):
+        logits = torch.nn.functional.linear(x[part], weight, bias)
+        worth = None if upstream is None else upstream[part]
+        losses[part] = token_losses(logits, target[part], class_weight, settings.recipe, worth, settings.backend)
+        gradients.add(part, logits)  # logits are their gradient now
+        del logits  # before the next ones are made: the two would be most of what the loss takes
+    return losses
+
+
+def dtype_of_losses(x: torch.Tensor) -> torch.dtype:
+    """What everything after the logits is computed in."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def mean_of(
@@ -98,7 +111,7 @@ def mean_of(
     if class_weight is None:
         divisor = counts.sum().to(total.dtype)
     else:
-        divisor = (class_weight.to(total.device, total.dtype)[target.where(counts, 0)] * counts).sum()
+        divisor = (class_weight[target.where(counts, 0)] * counts).sum()
     some = counts.any()
     return total / divisor.where(some, 1) + torch.zeros_like(total).where(some, torch.nan)
 

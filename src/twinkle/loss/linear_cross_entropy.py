@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 
 from twinkle.gradients import gradients_by_formula, saved_tensors, wants_formula
 from twinkle.loss import traced
-from twinkle.loss.chunks import Accumulation, Settings, differentiate, evaluate, mean_of
+from twinkle.loss.chunks import Accumulation, Settings, differentiate, dtype_of_losses, evaluate, mean_of
 from twinkle.loss.scaling import scaled_in_place
 from twinkle.loss.token_losses import Backend, Recipe, backend_for, by_formula
 
@@ -93,6 +93,7 @@ def linear_cross_entropy(
     if problem is not None:
         raise ValueError(f"linear_cross_entropy: {problem}")
     recipe = Recipe(ignore_index, label_smoothing, z_loss, scale, softcap)
+    class_weight = None if class_weight is None else class_weight.to(x.device, dtype_of_losses(x))
     rows, targets = x.reshape(-1, x.shape[-1]), target.reshape(-1)
     backend = backend or backend_for(x.device, x.dtype)
     elements = CHUNK_ELEMENTS[accumulate] if backend == "triton" else CHUNK_ELEMENTS_WRITTEN_OUT
@@ -203,8 +204,6 @@ def _several_at_once(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | N
     """The gradients under ``vmap``, where nothing can be written in place; all logits exist at once."""
     x, weight, bias, target, class_weight = saved_tensors(ctx, "linear_cross_entropy")
     recipe, reduction, *_ = ctx.settings
-    wide = torch.promote_types(x.dtype, torch.float32)
-    class_weight = None if class_weight is None else class_weight.to(x.device, wide)
 
     def losses(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         found = by_formula(torch.nn.functional.linear(x, weight, bias), target, class_weight, recipe, None)

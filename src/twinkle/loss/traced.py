@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from twinkle.loss.chunks import Settings, differentiate, evaluate
+from twinkle.loss.chunks import Settings, differentiate, dtype_of_losses, evaluate
 from twinkle.loss.token_losses import Recipe
 
 Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -57,7 +57,7 @@ def _evaluate(
 @_evaluate.register_fake
 def _(x: Any, weight: Any, bias: Any, target: Any, class_weight: Any, *options: Any) -> Four:
     *_, reduction, accumulate, _chunk, _backend, wanted = options
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = dtype_of_losses(x)
     loss = x.new_empty(target.shape if reduction == "none" else (), dtype=wide)
     if reduction == "none":
         wanted = [False] * 3
