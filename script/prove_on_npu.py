@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from twinkle import presets
-from twinkle.commands.verify import ALL, OFF, compare_entry
+from twinkle.commands.comparison import ALL, OFF, compare_entry
 from twinkle.kernel import DEFAULT_KERNEL_CONFIG, registry
 from twinkle.platforms import get_platform
 

@@ -131,6 +131,11 @@ def get_platform(name: str) -> Platform:
     raise ValueError(f"unknown platform {name!r}; known: {', '.join(names)}{did_you_mean(name, names)}")
 
 
+def platforms_called(name: str) -> list[Platform]:
+    """Those of that name, alias or device type, here or not."""
+    return [p for p in PLATFORMS.values() if name in (p.name, *p.aliases, p.device_type)]
+
+
 def platform_of(device_type: str) -> Platform | None:
     """The platform of this machine whose tensors have that ``device_type``; None for types like ``meta``."""
     candidates = [platform for platform in PLATFORMS.values() if platform.device_type == device_type]

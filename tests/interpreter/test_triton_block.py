@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support.models import clean_process  # noqa: F401
 from tests.support.triton_device import DEVICE, DTYPES, assert_judged, by_device, examples, laid_out, second_derivatives
 from twinkle import presets
-from twinkle.commands.verify import judge
+from twinkle.commands.comparison import judge
 from twinkle.kernel import KernelChoice, kernelize
 from twinkle.kernel.ops.moe import triton_block
 from twinkle.kernel.ops.moe.triton_block import join

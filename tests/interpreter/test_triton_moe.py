@@ -26,7 +26,7 @@ from tests.support.experts import (
 from tests.support.models import clean_process  # noqa: F401
 from tests.support.triton_device import DEVICE, DTYPES, by_device, examples
 from twinkle import presets
-from twinkle.commands.verify import judge
+from twinkle.commands.comparison import judge
 from twinkle.kernel import KernelChoice, kernelize
 from twinkle.kernel.ops.moe import torch_products, triton_launch, triton_products
 from twinkle.kernel.ops.moe import triton as backend

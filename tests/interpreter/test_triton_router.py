@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.support.models import clean_process  # noqa: F401
 from tests.support.triton_device import DEVICE, DTYPES, assert_judged, by_device, examples, second_derivatives
 from twinkle import presets
-from twinkle.commands.verify import judge
+from twinkle.commands.comparison import judge
 from twinkle.kernel import KernelChoice, kernelize
 from twinkle.kernel.ops.moe.router_reference import MoeRouterVariant, moe_router, scores_of
 from twinkle.kernel.ops.moe.triton_router import MOST_CHOSEN, _Choice

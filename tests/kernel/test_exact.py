@@ -139,7 +139,7 @@ def test_comparisons_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_so_does_the_command_that_looks_for_comparable_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.overrides import _get_current_function_mode_stack
 
-    from twinkle.commands import verify as command
+    from twinkle.commands import comparison as command
 
     runs, chosen_experts = set(), command._chosen_experts
 

@@ -28,7 +28,7 @@ from tests.support.models import (
     step,
 )
 from twinkle import presets
-from twinkle.commands.verify import comparable_inputs
+from twinkle.commands.comparison import comparable_inputs
 from twinkle.kernel import DEFAULT_KERNEL_CONFIG, kernelize
 from twinkle.kernel.report import short
 from twinkle.kernel.undo import unkernelize

@@ -20,7 +20,7 @@ from torch import nn
 from tests.support.models import clean_process, installed, mapping, rows_of  # noqa: F401
 from tests.support.torch_backend import compiled, site
 from twinkle import presets
-from twinkle.commands.verify import judge
+from twinkle.commands.comparison import judge
 from twinkle.kernel import KernelChoice, kernelize
 from twinkle.kernel.install import kernel_for
 from twinkle.kernel.ops.derived import Example

@@ -24,7 +24,7 @@ from tests.support.experts import (
 from tests.support.models import clean_process  # noqa: F401
 from tests.support.triton_device import DEVICE, DTYPES, examples
 from twinkle import presets
-from twinkle.commands.verify import judge
+from twinkle.commands.comparison import judge
 from twinkle.kernel import KernelChoice, kernelize
 from twinkle.kernel.ops.moe import torch as backend
 from twinkle.kernel.ops.moe.experts_reference import Gate, MoeExpertsVariant, moe_experts

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("transformers")
 
 from twinkle import presets
-from twinkle.commands.verify import ALL, OK, compare_entry
+from twinkle.commands.comparison import ALL, OK, compare_entry
 from twinkle.kernel import DEFAULT_KERNEL_CONFIG, kernelize
 from twinkle.kernel.config import default_chain
 from twinkle.kernel.ops.fla.npu import NO_GRADIENT, NOT_PACKED

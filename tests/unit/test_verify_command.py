@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from twinkle import presets
 from twinkle.cli import app
-from twinkle.commands import verify
+from twinkle.commands import comparison, verify
+from twinkle.kernel import judgement
 from twinkle.kernel import verify as verify_module
 from twinkle.kernel.ops.derived import layer
 from twinkle.kernel.registry import KernelImpl, register_backend
@@ -82,7 +83,7 @@ def test_verify_raises_no_false_alarm_for_the_hundreds_of_tensors_of_a_deep_mode
 ) -> None:
     arguments = ("verify", "tiny:qwen3", "--layers", "36", "--device", "cpu")
     assert run(*arguments).exit_code == 0
-    monkeypatch.setattr(verify, "SURE", 0.0)  # as without a second look
+    monkeypatch.setattr(judgement, "SURE", 0.0)  # as without a second look
     assert run(*arguments).exit_code == 1
 
 
@@ -105,7 +106,7 @@ def test_verify_judges_a_tensor_anew_that_is_slightly_over(
         verify_module, "compare_models", lambda *given: [calm, verify_module.Comparison("logits", next(shares))]
     )
     model = presets.build("llama")
-    assert verify.judge(model, model) == {"calm": 0.5, "logits": judged}
+    assert comparison.judge(model, model) == {"calm": 0.5, "logits": judged}
     assert len(used) - len(list(shares)) == asked
 
 
@@ -161,14 +162,14 @@ def test_verify_judges_by_most_of_three_inputs(off_for: int, exit_code: int, own
 
 def test_verify_takes_inputs_for_which_no_token_changes_its_expert() -> None:
     original = presets.build("qwen3_moe")
-    assert len(list(islice(verify.comparable_inputs(original, copy.deepcopy(original)), 5))) == 5
+    assert len(list(islice(comparison.comparable_inputs(original, copy.deepcopy(original)), 5))) == 5
     other = copy.deepcopy(original)
     for name, parameter in other.named_parameters():
         if name.endswith("mlp.gate.weight"):
             parameter.data.neg_()
-    assert list(verify.comparable_inputs(original, other)) == []
+    assert list(comparison.comparable_inputs(original, other)) == []
     dense = presets.build("llama")
-    assert len(list(islice(verify.comparable_inputs(dense, dense), 5))) == 5
+    assert len(list(islice(comparison.comparable_inputs(dense, dense), 5))) == 5
 
 
 def test_verify_reports_a_kernel_that_raises_and_goes_on(own_registry: None) -> None:

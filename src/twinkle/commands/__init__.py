@@ -4,6 +4,7 @@
 - ``options``: the values of ``--device``, ``--dtype`` and ``--backend``.
 - ``invocation``: how a command's work is run and ends; ``twinkle.exits`` has the codes it ends with.
 - ``models``: from the argument MODEL to a model.
+- ``comparison``: what ``verify`` finds out.
 
 Each command's ``run`` returns the exit code. Importing these modules imports neither torch nor transformers.
 """

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twinkle.commands.console import CommandError
-from twinkle.platforms import PLATFORMS, Platform
+from twinkle.platforms import PLATFORMS, Platform, platforms_called
 from twinkle.reasons import did_you_mean
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def parse_device(text: str | None, *, present: bool) -> tuple[str, str]:
         how = "this machine has no accelerator" if own.name == "cpu" else f"this machine has {own.name}"
         return own.device_type, how
     kind, colon, index = text.partition(":")
-    platforms = [p for p in PLATFORMS.values() if kind in (p.name, *p.aliases, p.device_type)]
+    platforms = platforms_called(kind)
     if not platforms or (colon and not index.isdigit()):
         known = sorted({name for p in PLATFORMS.values() for name in (p.device_type, p.name)})
         raise CommandError(f"unknown device {text!r}{did_you_mean(kind, known)}; known: {', '.join(known)}")

@@ -7,10 +7,12 @@ import types
 from collections.abc import Iterable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
+from twinkle.kernel.chain import Pick
+from twinkle.kernel.entry import EntryPlan, implementation_of
 from twinkle.kernel.install import Assignment, default_installer
 from twinkle.kernel.journal import Journal, Patch, PatchConflict, Refused, enter_model, patch_of, register_model
 from twinkle.kernel.outside import changed_outside, snapshot
-from twinkle.kernel.plan import EntryPlan, Pick, Plan, served_by
+from twinkle.kernel.plan import Plan
 from twinkle.kernel.reclass import Method, installed_on
 from twinkle.kernel.report_text import short
 from twinkle.kernel.rows import Row
@@ -209,7 +211,7 @@ def _undo_earlier(site: Site, current: Transaction) -> Reason | None:
 
 def _install_group(plan: Plan, entry: EntryPlan, backend: str, group: Group, current: Transaction) -> Row:
     """Runs the entry's installer, once per distinct implementation."""
-    row = entry.row("installed", backend=backend, implementation=served_by(group), instances=len(group))
+    row = entry.row("installed", backend=backend, implementation=implementation_of(group), instances=len(group))
     row.verified = entry.is_verified(group)
     row.recipe = _recipe(entry, backend)
     custom = entry.installer is not default_installer

@@ -3,8 +3,7 @@
 A variant is met where models have it, and one place is taken for each: the tiny presets are built on the meta device
 and searched for what the default mapping gives to the op, as are the models that the op's reference names itself, which
 is how an op from elsewhere has places at all. The reference makes the inputs and, in fp64, the judge's numbers; the
-judgement is that of :mod:`twinkle.kernel.verify`, of the median over a few inputs, since a kernel as exact as the
-original is over the limit for a single one now and then.
+judgement is that of :mod:`twinkle.kernel.judgement`, of the median over a few inputs.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import dataclasses
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,12 +23,12 @@ from twinkle import presets
 from twinkle.kernel import registry
 from twinkle.kernel.config import DEFAULT_KERNEL_CONFIG
 from twinkle.kernel.install import Kernel, kernel_for
+from twinkle.kernel.judgement import after_second_look, allowed_error_used
 from twinkle.kernel.ops.derived import Example
 from twinkle.kernel.probe import variant_of
 from twinkle.kernel.registry import KernelChoice, KernelImpl
 from twinkle.kernel.small_runs import OutOfDomain, Results, gradient_names, rounded, run_call, within_domain
 from twinkle.kernel.targets import ModelIndex, Site, Target, resolve_target
-from twinkle.kernel.verify import allowed_error_used
 from twinkle.naming import dtype_name
 from twinkle.reasons import Reason
 
@@ -36,8 +36,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SCALES = tuple(1 + step / 64 for step in range(3))
 """What an example is multiplied with: other inputs that round otherwise."""
 MORE_SCALES = tuple(1 + step / 64 for step in range(3, 12))
-"""For a tensor that is over the limit, but by no more than :data:`SURE` times: the first made it a suspect."""
-SURE = 2.0
+"""For a second look."""
 
 
 def _transposed(value: torch.Tensor) -> torch.Tensor:
@@ -191,10 +190,7 @@ def _judge(finding: Finding, op: str, site: Site, kernel: Kernel) -> None:
     example = reference.example(site, site.variant)
     trial = _Trial(finding, site, exact, within_domain(kernel), example)
     for way in _ways(example):
-        medians = trial.medians(way, SCALES)
-        if any(1 < median <= SURE for median in medians.values()):
-            again = trial.medians(way, MORE_SCALES)
-            medians |= {name: again[name] for name, median in medians.items() if 1 < median <= SURE and name in again}
+        medians = after_second_look(trial.medians(way, SCALES), partial(trial.medians, way, MORE_SCALES))
         for name, median in medians.items():
             finding.used[way.name, name] = median
             if median > 1:

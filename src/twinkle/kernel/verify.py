@@ -1,9 +1,4 @@
-"""Comparing a kernel with what it replaces, numerically.
-
-The judgement: with the reference in fp64 and ``e`` the distance to it, for the output and for every gradient,
-``e_kernel <= 2 * e_original + ulp(dtype) * |reference|``, in the Euclidean and in the maximum norm. So a kernel may
-round differently than the original, but not be a worse approximation of the maths.
-"""
+"""Comparing a kernel with what it replaces, numerically, at one site or in a whole model."""
 
 from __future__ import annotations
 
@@ -17,6 +12,7 @@ from torch import nn
 from twinkle.kernel import registry
 from twinkle.kernel.exact import KeepFloat64, exact_copy, exact_inputs
 from twinkle.kernel.journal import process_originals
+from twinkle.kernel.judgement import allowed_error_used
 from twinkle.kernel.ops.worthwhile import every_size
 from twinkle.kernel.probe import variant_of
 from twinkle.kernel.small_runs import OutOfDomain, Results, rounded, run_call, within_domain
@@ -26,40 +22,6 @@ if TYPE_CHECKING:
     from twinkle.kernel.install import Kernel
     from twinkle.kernel.ops.derived import Example
     from twinkle.kernel.targets import Site
-
-
-def allowed_error_used(kernel: torch.Tensor, original: torch.Tensor, reference: torch.Tensor) -> float:
-    """How much of the allowed error a kernel's result has used up: at most 1 is within the judgement.
-
-    Args:
-        kernel, original: results in the dtype that is judged, same shape. Those that are no floating-point numbers
-            must be equal.
-        reference: the same computed in fp64.
-
-    Returns:
-        the larger of the two norms' ratios; inf for another shape, another dtype, or a non-finite value that the
-        original doesn't have.
-    """
-    if kernel.shape != original.shape or kernel.dtype != original.dtype:
-        return float("inf")
-    if not original.is_floating_point():
-        return 0.0 if torch.equal(kernel, original) else float("inf")
-    ulp = torch.finfo(original.dtype).eps
-    k, o, r = (t.detach().to("cpu", torch.float64).flatten() for t in (kernel, original, reference))
-    finite = torch.isfinite(o)
-    same_gaps = torch.allclose(k[~finite], o[~finite], equal_nan=True)  # inf where it has inf, NaN where it has NaN
-    if not same_gaps or not torch.isfinite(k[finite]).all():
-        return float("inf")
-    finite &= torch.isfinite(r)
-    k, o, r = k[finite], o[finite], r[finite]
-    if k.numel() == 0:
-        return 0.0
-    used = 0.0
-    for norm in (2, float("inf")):
-        error, size = torch.linalg.vector_norm(k - r, norm), torch.linalg.vector_norm(r, norm)
-        allowed = 2 * torch.linalg.vector_norm(o - r, norm) + ulp * size
-        used = max(used, float(error / allowed) if error > 0 else 0.0)
-    return used
 
 
 def unverified(why: str) -> Reason:
