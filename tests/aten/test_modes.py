@@ -196,11 +196,11 @@ def test_a_foreign_folder_that_is_no_package_changes_nothing(tmp_path: Path) -> 
 def test_info_says_which_package_was_found(tmp_path: Path) -> None:
     code = """
 import json
-from twinkle.commands.info import blocks, gather
-from twinkle.layout import plain
+from twinkle.commands.info import gather, parts
+from twinkle.layout import laid_out, plain
 facts = gather()
 print(json.dumps(facts["operators"]))
-print(plain(blocks(facts, 999)).splitlines()[-1])
+print(plain(laid_out(parts(facts), 999)).splitlines()[-1])
 """
     found, text = run(code).splitlines()
     ours = str(ROOT / "ops" / "__init__.py")

@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from twinkle.commands.console import (
     CommandError,
+    answer,
     first_line,
     kept,
-    print_json,
     progress,
     quiet_logs,
-    show_parts,
-    stdout,
     write_page,
 )
 from twinkle.commands.options import check_files, parse_device, parse_names
@@ -81,16 +79,11 @@ def run_ops(
     wanted = parse_ops(ops)
     check_files({"--output": output, "--html": html})
     measured, interrupted = _measure(chosen, wanted, budget=budget, quick=quick, inductor=inductor, without_bar=as_json)
+    said = parts(measured, how)
     with kept("--output", output, measured.write, silent=as_json):
-        if as_json:
-            print_json(measured.to_dict())
-        else:
-            show_parts(stdout(), parts(measured, how))
-    if html is not None:
-        write_page(html, "Kernels, op by op", parts(measured, how), silent=as_json)
-    if interrupted:
-        return INTERRUPTED
-    return exit_code(measured)
+        answer(measured.to_dict(), said, as_json=as_json)
+    write_page(html, "Kernels, op by op", said, silent=as_json)
+    return INTERRUPTED if interrupted else exit_code(measured)
 
 
 def parse_ops(names: Sequence[str] | None) -> list[str]:

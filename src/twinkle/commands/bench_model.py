@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from twinkle.commands.console import (
     CommandError,
+    answer,
     count,
     first_line,
     kept,
-    print_json,
     progress,
     quiet_logs,
-    show_parts,
-    stdout,
     write_page,
 )
 from twinkle.commands.models import ModelSource, check_memory, find_model
@@ -96,15 +94,10 @@ def run_model(
 
     asked = Asked(model, source, torch.device(where), chosen, layers, batch, length, ops, also, budget)
     measured, interrupted = _measure(asked, without_bar=as_json)
+    said = _parts(measured, model, how)
     with kept("--output", output, measured.write, silent=as_json):
-        if as_json:
-            print_json(measured.to_dict())
-        else:
-            show_parts(stdout(), _parts(measured, model, how))
-    if html is not None:
-        write_page(
-            html, f"What kernels gain in a training step of {model}", _parts(measured, model, how), silent=as_json
-        )
+        answer(measured.to_dict(), said, as_json=as_json)
+    write_page(html, f"What kernels gain in a training step of {model}", said, silent=as_json)
     return INTERRUPTED if interrupted else exit_code(measured)
 
 

@@ -77,8 +77,18 @@ def kept(option: str, file: Path | None, write: Callable[[Path], object], *, sil
         stdout().print(f"written: {file}", soft_wrap=True)
 
 
-def write_page(file: Path, title: str, parts: Iterable[Part], *, silent: bool) -> None:
-    """Writes a report's parts, which were printed, as a page for ``--html``: see :func:`kept`."""
+def answer(data: Any, parts: Iterable[Part], *, as_json: bool) -> None:
+    """Prints what a command found, as plain data or as a report."""
+    if as_json:
+        print_json(data)
+    else:
+        show_parts(stdout(), parts)
+
+
+def write_page(file: Path | None, title: str, parts: Iterable[Part], *, silent: bool) -> None:
+    """Writes a report's parts, which were printed, as a page for ``--html``, if that was given: see :func:`kept`."""
+    if file is None:
+        return
     from twinkle.bench.results import packages
     from twinkle.page import page
 

@@ -8,10 +8,11 @@ from dataclasses import asdict
 from typing import Any
 
 import twinkle
-from twinkle.commands.console import print_json, quiet_logs, show, stdout
+from twinkle.commands.console import answer, quiet_logs
+from twinkle.document import GAP, Heading, Part, Points, Table, Text
+from twinkle.exits import FINE
 from twinkle.kernel import registry
 from twinkle.kernel.plugins import declared
-from twinkle.layout import EMPTY_LINE, Block, paragraph, table
 from twinkle.naming import version_of
 from twinkle.platforms import PLATFORMS
 from twinkle.reasons import Reason
@@ -23,12 +24,8 @@ def run(*, as_json: bool) -> int:
     """Prints it; the exit code is 0."""
     with quiet_logs():  # a broken plug-in is in the output
         facts = gather()
-    if as_json:
-        print_json(facts)
-    else:
-        console = stdout()
-        show(console, blocks(facts, console.width))
-    return 0
+    answer(facts, parts(facts), as_json=as_json)
+    return FINE
 
 
 def gather() -> dict[str, Any]:
@@ -80,44 +77,41 @@ def _plugin_errors() -> dict[tuple[str, str], Reason]:
     return load_plugins()
 
 
-def blocks(facts: dict[str, Any], width: int) -> Iterator[Block]:
+def parts(facts: dict[str, Any]) -> Iterator[Part]:
     """The facts as tables and sentences."""
     versions = [(name, version or "not installed") for name, version in facts["versions"].items()]
-    yield from table(("package", "version"), versions, width)
-    yield EMPTY_LINE
+    yield Table(("package", "version"), versions)
+    yield GAP
 
     platforms = [
         (found["name"], found["device_type"], "yes" if found["present"] else f"no: {found['reason']}")
         for found in facts["platforms"]
     ]
-    yield from table(("platform", "device", "here"), platforms, width)
-    yield EMPTY_LINE
+    yield Table(("platform", "device", "here"), platforms)
+    yield GAP
 
     backends = list(dict.fromkeys(name for op in facts["ops"].values() for name in op))
     marks = [(op, *(_mark(found.get(backend)) for backend in backends)) for op, found in facts["ops"].items()]
-    yield from table(("op", *backends), marks, width)
-    yield Block(["- not registered for this op"], "dim")
+    yield Table(("op", *backends), marks)
+    yield Text("- not registered for this op", "dim")
 
     why = _why_not(facts["ops"])
     if why:
-        yield EMPTY_LINE
-        yield Block(["Why not"], "bold")
-    for (backend, reason), ops in why.items():
-        yield Block(paragraph(f"{backend} for {', '.join(ops)}: {reason}", width, indent=2))
-    yield EMPTY_LINE
+        yield GAP
+        yield Heading("Why not")
+        yield Points([(f"{backend} for {', '.join(ops)}", reason) for (backend, reason), ops in why.items()])
+    yield GAP
 
     if not facts["plugins"]:
-        none = "no third-party plug-ins (entry points of the group twinkle.kernel_ops)"
-        yield Block(paragraph(none, width), "dim")
+        yield Text("no third-party plug-ins (entry points of the group twinkle.kernel_ops)", "dim")
     for plugin in facts["plugins"]:
         state = f"not loaded: {plugin['error']}" if plugin["error"] else "loaded"
-        text = f"plug-in {plugin['name']} of {plugin['distribution']} ({plugin['value']}): {state}"
-        yield Block(paragraph(text, width))
+        yield Text(f"plug-in {plugin['name']} of {plugin['distribution']} ({plugin['value']}): {state}")
 
     for package in facts["operators"]:
         state = package["error"] or ", ".join(package["operators"])
         found = package["found"] or "nowhere"
-        yield Block(paragraph(f"operators in the package {package['name']}, found at {found}: {state}", width))
+        yield Text(f"operators in the package {package['name']}, found at {found}: {state}")
 
 
 def _mark(found: dict[str, Any] | None) -> str:

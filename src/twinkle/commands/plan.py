@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from twinkle.commands.console import count, print_json, progress, quiet_logs, show_parts, stdout, write_page
+from twinkle.commands.console import answer, count, progress, quiet_logs, write_page
 from twinkle.commands.models import find_model
 from twinkle.commands.options import check_files, mapping_for, parse_chain, parse_device, parse_dtype
 from twinkle.document import GAP, Part, Text
+from twinkle.exits import FINE
 from twinkle.kernel.report_text import concerning, report_parts
 from twinkle.naming import dtype_name
 from twinkle.platforms import platform_of
@@ -49,13 +50,10 @@ def run(
         **found,
         "device": planned_for,
     }
-    if as_json:
-        print_json(facts if all_rows else {**facts, "rows": concerning(facts["rows"])})
-    else:
-        show_parts(stdout(), _parts(facts, how, all_rows))
-    if html is not None:
-        write_page(html, f"What kernelize() would do to {model}", _parts(facts, how, all_rows), silent=as_json)
-    return 0
+    said = _parts(facts, how, all_rows)
+    answer(facts if all_rows else {**facts, "rows": concerning(facts["rows"])}, said, as_json=as_json)
+    write_page(html, f"What kernelize() would do to {model}", said, silent=as_json)
+    return FINE
 
 
 def _parts(facts: dict[str, Any], how: str, all_rows: bool) -> list[Part]:

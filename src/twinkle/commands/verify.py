@@ -19,7 +19,7 @@ from twinkle.commands.comparison import (
     Outcome,
     compare,
 )
-from twinkle.commands.console import print_json, progress, quiet_logs, show_parts, stdout, write_page
+from twinkle.commands.console import answer, progress, quiet_logs, write_page
 from twinkle.commands.models import check_memory, find_model
 from twinkle.commands.options import check_files, mapping_for, parse_chain, parse_device, parse_dtype
 from twinkle.document import GAP, Bar, BarChart, Part, Table, Text
@@ -61,9 +61,7 @@ def run(
         bar.remove_task(task)
     code = exit_code(outcomes)
     name = dtype_name(chosen)
-    if as_json:
-        facts = {"model": model, "device": where, "dtype": name, "ok": code == FINE}
-        print_json(facts | {"entries": [asdict(outcome) for outcome in outcomes]})
+    facts = {"model": model, "device": where, "dtype": name, "ok": code == FINE}
     said = [
         Text(f"{model}: {type(original).__name__} with random weights, {name} on {where} ({how})", "bold"),
         GAP,
@@ -71,10 +69,8 @@ def run(
         GAP,
         Text(conclusion(outcomes, where, model, chain)),
     ]
-    if not as_json:
-        show_parts(stdout(), said)
-    if html is not None:
-        write_page(html, f"Do the kernels agree with the original in {model}?", said, silent=as_json)
+    answer(facts | {"entries": [asdict(outcome) for outcome in outcomes]}, said, as_json=as_json)
+    write_page(html, f"Do the kernels agree with the original in {model}?", said, silent=as_json)
     return code
 
 

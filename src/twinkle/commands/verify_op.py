@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from twinkle.commands.console import CommandError, print_json, progress, quiet_logs, show_parts, stdout
+from twinkle.commands.console import CommandError, answer, progress, quiet_logs
 from twinkle.commands.options import parse_chain, parse_device
 from twinkle.document import GAP, Heading, Part, Points, Table, Text
 from twinkle.exits import FAILED, FINE, NOTHING_RUN
@@ -67,11 +67,14 @@ def run(
                         bar.advance(task)
         except ValueError as error:
             raise CommandError(str(error)) from error
-    if as_json:
-        facts = {"op": op, "backend": backend, "device": where, "missing": None if missing is None else str(missing)}
-        print_json({**facts, "findings": [_data(finding) for finding in found]})
-    else:
-        show_parts(stdout(), _parts(op, backend, where, missing, found))
+    facts = {
+        "op": op,
+        "backend": backend,
+        "device": where,
+        "missing": None if missing is None else str(missing),
+        "findings": [_data(finding) for finding in found],
+    }
+    answer(facts, _parts(op, backend, where, missing, found), as_json=as_json)
     states = {finding.state for finding in found}
     return FAILED if "off" in states else FINE if "ok" in states else NOTHING_RUN
 
