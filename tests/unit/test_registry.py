@@ -286,11 +286,11 @@ def test_each_backend_is_asked_once_per_call() -> None:
     ask = Unhashable()
     for op in ("first", "second"):
         register_op(op, implementations={"a": impl(never, ask)})
-    answers = registry.Availability()
+    answers = registry.AskedOnce()
     for _ in range(3):
         assert str(answers.impl_of("first", "a")) == str(answers.impl_of("second", "a")) == "not here"
     assert ask.asked == 1
-    assert str(registry.Availability().impl_of("first", "a")) == "not here" and ask.asked == 2
+    assert str(registry.AskedOnce().impl_of("first", "a")) == "not here" and ask.asked == 2
 
 
 def test_the_default_mapping_names_known_ops_only() -> None:

@@ -66,7 +66,7 @@ def site_of(case: Case, target: Target, subject: Subject, item: Item, device: to
     """The site that a kernel is loaded for, with its variant found out."""
     if target.kind == "logical":
         reference = registry.get_op(case.op).load_reference()
-        site = Site(None, target.label, None, target.label, reference.original, device, item.dtype)
+        site = Site.of_op(target.label, reference.original, device, item.dtype)
         return dataclasses.replace(site, variant=variant_of(reference, site, {}))
     owner = target.owner if subject.module is None else type(subject.module)
     original = target.original if subject.module is None else getattr(owner, target.attribute)

@@ -69,12 +69,7 @@ def apply_plan(plan: Plan, *, strict: bool = False, verify: bool = False) -> Non
         raise
     _record(plan, journal, rows)
     _log(rows)
-    if verify:
-        installed = {(row.target, row.backend) for row in rows if row.state == "installed"}
-        for entry in plan.entries:
-            for backend, reasons in entry.unverified.items() if not entry.default else ():
-                for reason in reasons if (entry.label, backend) in installed else ():
-                    logger.warning("%s: installed, but %s: %s", short(entry.label), backend, reason)
+    _warn_of_unverified(plan, rows)
 
 
 _REMEDIES = {"unused": "; leave the entry out for this model, or call kernelize without strict"}
@@ -169,7 +164,7 @@ def _row_of(what: Method | Patch | None, journal: Journal) -> Row | None:
 
 def _earlier_methods(site: Site, journal: Journal) -> list[tuple[nn.Module, str]]:
     """The replaced methods at a site; of a logical name's, all that its installer replaced."""
-    if site.module is None and site.owner is not None:
+    if site.module is None and site.is_place:
         return []
     modules = list(journal.modules) if site.module is None else [site.module]
     return [
@@ -183,7 +178,7 @@ def _earlier_methods(site: Site, journal: Journal) -> list[tuple[nn.Module, str]
 
 def _earlier_patches(site: Site, journal: Journal) -> list[Patch]:
     """The attribute patches of this model at a site; of a logical name's, all that its installer made."""
-    if site.module is None and site.owner is None:
+    if not site.is_place:
         rows = [row for row in journal.rows if row.target == site.name]
         return [patch for row in rows for patch in row.patches if patch in journal.patches]
     patch = patch_of(site.owner if site.module is None else site.module, site.attribute)
@@ -238,9 +233,19 @@ def _install_group(plan: Plan, entry: EntryPlan, backend: str, group: Group, cur
         return row
     row.patches = current.journal.patches[patched:]
     row.serves = {_at(site, current.journal): site.variant for site, _ in group}
-    if not custom:
-        return row
-    outside = changed_outside(before, snapshot(plan.model), current.touched)
+    if custom:
+        outside = changed_outside(before, snapshot(plan.model), current.touched)
+        _settle(row, counts, outside, current, undone)
+    return row
+
+
+def _settle(row: Row, counts: list[int | None], outside: list[str], current: Transaction, undone: int) -> None:
+    """Writes into the row what an installer of somebody else's did, and takes it back where that was nothing.
+
+    Args:
+        counts: what it returned, per implementation.
+        outside: what it changed past the transaction, whose steps after the first ``undone`` are its own.
+    """
     row.instances = None if None in counts else sum(filter(None, counts))
     if row.instances == 0:
         _refuse(row, ["the installer found no site in this model"])
@@ -254,7 +259,6 @@ def _install_group(plan: Plan, entry: EntryPlan, backend: str, group: Group, cur
     if outside:
         row.notes.append(f"changed outside patch(), so that undo won't bring it back: {', '.join(outside)}")
         logger.warning("%s: %s %s", short(row.target), row.installer, row.notes[-1])
-    return row
 
 
 def _run_installer(
@@ -279,6 +283,16 @@ def _run_installer(
 def _refuse(row: Row, notes: list[str]) -> None:
     row.state, row.backend, row.implementation, row.instances, row.verified = "refused", None, None, 0, False
     row.notes += notes
+
+
+def _warn_of_unverified(plan: Plan, rows: list[Row]) -> None:
+    """The caller's own entries that were to be compared, couldn't be, and are installed all the same."""
+    installed = {(row.target, row.backend) for row in rows if row.state == "installed"}
+    for entry in plan.entries:
+        for backend, reasons in entry.unverified.items():
+            if not entry.default and (entry.label, backend) in installed:
+                for reason in reasons:
+                    logger.warning("%s: installed, but %s: %s", short(entry.label), backend, reason)
 
 
 def _log(rows: list[Row]) -> None:

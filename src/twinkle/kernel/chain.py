@@ -12,7 +12,7 @@ from twinkle.kernel.hub import HubRef
 from twinkle.kernel.install import Kernel, kernel_for
 from twinkle.kernel.journal import patch_of
 from twinkle.kernel.passed import watched_at
-from twinkle.kernel.registry import Availability, KernelChoice, KernelImpl
+from twinkle.kernel.registry import AskedOnce, KernelChoice, KernelImpl
 from twinkle.kernel.rows import Tried
 from twinkle.kernel.targets import ModelIndex, Site, Target
 from twinkle.kernel.verify import fits_in_place
@@ -37,7 +37,7 @@ class Pick:
 Candidates = Iterator[tuple[str, KernelImpl | Reason]]
 
 
-def candidates_of(value: Any, asked: Availability, fetch: bool) -> Candidates:
+def candidates_of(value: Any, asked: AskedOnce, fetch: bool) -> Candidates:
     """What a mapping's value offers, best first, lazily: backend -> its implementation, or why it is out.
 
     Args:

@@ -135,7 +135,7 @@ def places(op: str) -> list[Place]:
 def _sites(op: str, reference: Any) -> Iterator[tuple[Target, Site]]:
     original = getattr(reference, "original", None)
     if original is not None:
-        yield Target("logical", op), Site(None, op, None, op, original, torch.device("cpu"), torch.float32)
+        yield Target("logical", op), Site.of_op(op, original, torch.device("cpu"), torch.float32)
     for model, keys in _models(op, reference):
         index = ModelIndex.of(model, None)
         for target in keys:

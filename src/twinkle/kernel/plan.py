@@ -19,7 +19,7 @@ from twinkle.kernel.install import default_installer, kernel_for
 from twinkle.kernel.meant import logical_key_of, meant_by, no_logical_entry
 from twinkle.kernel.plugins import load_plugins
 from twinkle.kernel.probe import variant_of
-from twinkle.kernel.registry import Availability, KernelChoice
+from twinkle.kernel.registry import AskedOnce, KernelChoice
 from twinkle.kernel.rows import Row, Uncovered
 from twinkle.kernel.targets import (
     ModelIndex,
@@ -80,7 +80,7 @@ def make_plan(model: Any, mapping: Any = None, *, device: torch.device | str | N
     index = ModelIndex.of(model, _device(device))
     entries = [_entry(key, value, index) for key, value in mapping.items()]
     _settle_claims(entries)
-    asked = Availability()
+    asked = AskedOnce()
     cache: dict[Hashable, Any] = {}
     for entry in entries:
         if entry.state is None:
@@ -188,14 +188,13 @@ def _settle_claims(entries: list[EntryPlan]) -> None:
             entry.notes.append(f"{len(entry.lost)} sites belong to {winners}")
 
 
-def _choose(entry: EntryPlan, asked: Availability, cache: dict[Hashable, Any], fetch: bool) -> None:
+def _choose(entry: EntryPlan, asked: AskedOnce, cache: dict[Hashable, Any], fetch: bool) -> None:
     assert entry.target is not None
     index = entry.index
     entry.chain = Chain(entry.target, entry.value, candidates_of(entry.value, asked, fetch), index)
     if entry.logical:
-        # Not a place, but what the candidates are told: the device and dtype, and whose installer will ask for more.
         original = getattr(entry.chain.reference, "original", None)
-        site = Site(None, entry.label, None, entry.label, original, index.device, index.dtype)
+        site = Site.of_op(entry.label, original, index.device, index.dtype)
         if original is not None:
             site = dataclasses.replace(site, variant=variant_of(entry.chain.reference, site, cache))
         entry.choose([site])

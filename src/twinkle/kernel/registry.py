@@ -292,7 +292,7 @@ def availability(impl: KernelImpl) -> Reason | None:
     return None if usable else Reason.of(reason or "available() said no, without a reason", "not-available")
 
 
-class Availability:
+class AskedOnce:
     """The answers of one call: each backend is asked once, however many targets name it."""
 
     def __init__(self) -> None:
@@ -368,7 +368,7 @@ def resolve_impl(
         ValueError: the op is unknown, or ``backends`` is a string or empty.
     """
     level = logging.WARNING if warn else logging.DEBUG
-    asked = Availability()
+    asked = AskedOnce()
     for backend in _checked_chain(op, backends, f"resolve_impl({op!r})"):
         impl = asked.impl_of(op, backend)
         loaded = impl if isinstance(impl, Reason) else load_impl(impl, target, None)

@@ -62,7 +62,7 @@ class Site:
     Attributes:
         module: the instance; None for a function.
         name: the instance's qualified name in the model, or the function's dotted path.
-        owner: the instance's class without wrappers, or the function's Python module.
+        owner: the instance's class without wrappers, or the function's Python module; None for what is no place.
         attribute: the method's or function's name.
         original: the callable that runs there when nothing of ours is installed.
         device: the device it runs on (the instance's own, else the model's).
@@ -78,6 +78,16 @@ class Site:
     device: torch.device
     dtype: torch.dtype | None
     variant: Any = None
+
+    @classmethod
+    def of_op(cls, label: str, original: Any, device: torch.device, dtype: torch.dtype | None) -> Site:
+        """No place, but what the candidates of a logical name are told, whose places its installer finds."""
+        return cls(None, label, None, label, original, device, dtype)
+
+    @property
+    def is_place(self) -> bool:
+        """Whether it is one; see :meth:`of_op`."""
+        return self.owner is not None
 
     @property
     def where(self) -> str:

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
-from twinkle.kernel.ops.torch_support import PLAIN, transformed
-from twinkle.kernel.ops.triton_support import DTYPES
+from twinkle.kernel.ops.torch_support import DTYPES, PLAIN, elsewhere, transformed
 from twinkle.naming import version_of
 from twinkle.reasons import Reason
 from twinkle.triton_programs import device_types, interpreted, on_device
@@ -108,8 +107,7 @@ def device_reason(site: Site) -> Reason | None:
     kind = site.device.type
     if kind in _launchable:
         return None
-    hint = "say where the model will run: kernelize(model, device=…)" if kind == "meta" else None
-    return Reason("device", f"Liger's kernels run on {', '.join(sorted(_launchable))} here, not on {kind}", hint)
+    return elsewhere(site, f"Liger's kernels run on {', '.join(sorted(_launchable))} here, not on {kind}")
 
 
 def call_reason(*tensors: torch.Tensor, one_dtype: bool = True) -> str | None:

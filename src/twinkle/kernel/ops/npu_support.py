@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.compiler import is_compiling
 
-from twinkle.kernel.ops.torch_support import PLAIN, transformed
+from twinkle.kernel.ops.torch_support import DTYPES, PLAIN, elsewhere, transformed
 from twinkle.platforms import get_platform
 from twinkle.reasons import Reason
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from twinkle.kernel.targets import Site
 
 DEVICE = "npu"
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Functions = Mapping[str, tuple[str, ...]]
 """Function of torch_npu -> the parameters that are given by name."""
@@ -70,8 +69,7 @@ def device_reason(site: Site) -> Reason | None:
     kind = site.device.type
     if kind == DEVICE:
         return None
-    hint = "say where the model will run: kernelize(model, device=…)" if kind == "meta" else None
-    return Reason("device", f"torch_npu's functions run on {DEVICE}, not on {kind}", hint)
+    return elsewhere(site, f"torch_npu's functions run on {DEVICE}, not on {kind}")
 
 
 def call_reason(*tensors: torch.Tensor | None, one_dtype: bool = True) -> str | None:

@@ -1,4 +1,4 @@
-"""What the ``torch`` backends share: where they are known to win, and which calls they leave to the original."""
+"""What the ``torch`` backends share: where they are known to win; what all do: which tensors and calls they take."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """The types of tensors that kernels read: of a subclass nobody knows what its memory means."""
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What kernels compute with."""
 
 # F.rms_norm is one kernel on CUDA, with about a tenth of the original's traffic. What else may win there stays out
 # until a result file says so.
@@ -44,6 +47,12 @@ def not_faster(op: str, site: Site) -> Reason | None:
         f"PyTorch's own functions were not measured faster than the original's {op} on {device}",
         f"measured in benchmarks/results/{device}/ops.json, if at all",
     )
+
+
+def elsewhere(site: Site, text: str) -> Reason:
+    """The reason of a site on a device that a backend doesn't run on."""
+    hint = "say where the model will run: kernelize(model, device=…)" if site.device.type == "meta" else None
+    return Reason("device", text, hint)
 
 
 def transformed() -> str | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.compiler import is_compiling
 
-from twinkle.kernel.ops.torch_support import PLAIN, transformed
+from twinkle.kernel.ops.torch_support import DTYPES, PLAIN, elsewhere, transformed
 from twinkle.reasons import Reason
 from twinkle.triton_programs import device_types, interpreted
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from twinkle.kernel.targets import Site
 
 GPU_TYPES = ("cuda", "xpu")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def available() -> tuple[bool, Reason | None]:
@@ -32,9 +31,7 @@ def device_reason(site: Site) -> Reason | None:
     """Why Triton can't run on a site's device."""
     if launchable(site.device):
         return None
-    kind = site.device.type
-    hint = "say where the model will run: kernelize(model, device=…)" if kind == "meta" else None
-    return Reason("device", f"Triton doesn't run on {kind}", hint)
+    return elsewhere(site, f"Triton doesn't run on {site.device.type}")
 
 
 class Rows(NamedTuple):

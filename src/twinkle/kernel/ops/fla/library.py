@@ -14,6 +14,7 @@ import torch
 
 from twinkle.environment import switch
 from twinkle.kernel.ops.fla.calls import functions
+from twinkle.kernel.ops.torch_support import DTYPES
 from twinkle.naming import version_of
 from twinkle.platforms import platform_of
 from twinkle.reasons import Reason
@@ -28,8 +29,6 @@ ON_NPU = "TWINKLE_NPU_FLA"
 RULES = "fla.ops.gated_delta_rule"
 CONVOLUTIONS = ("fla.modules.causal_conv1d", "fla.modules.convolution")
 """Where the convolution is, in newer and in older versions."""
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def available() -> tuple[bool, Reason | None]:

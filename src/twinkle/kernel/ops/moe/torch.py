@@ -26,13 +26,11 @@ from twinkle.kernel.ops.moe.experts_reference import (
 )
 from twinkle.kernel.ops.moe.grouped_mm import has_grouped_mm, inwards, stack_gradient, whole_16_bytes
 from twinkle.kernel.ops.moe.routing import Route, route
-from twinkle.kernel.ops.torch_support import transformed
+from twinkle.kernel.ops.torch_support import DTYPES, PLAIN, transformed
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
     from twinkle.kernel.targets import Site
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 # --- the formula ------------------------------------------------------------------------------------------------------
@@ -253,7 +251,7 @@ def _call_reason(x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, st
     if reason is not None:
         return reason
     there = [tensor for tensor in (x, weights, *stacks) if tensor is not None]
-    if any(type(tensor) not in (torch.Tensor, nn.Parameter) for tensor in there):
+    if any(type(tensor) not in PLAIN for tensor in there):
         return "a tensor subclass"
     if any(tensor.device != x.device for tensor in there):
         return "the tensors are on different devices"
