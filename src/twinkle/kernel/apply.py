@@ -10,12 +10,20 @@ from typing import TYPE_CHECKING, Any
 from twinkle.kernel.chain import Pick
 from twinkle.kernel.entry import EntryPlan, implementation_of
 from twinkle.kernel.install import Assignment, default_installer
-from twinkle.kernel.journal import Journal, Patch, PatchConflict, Refused, enter_model, patch_of, register_model
+from twinkle.kernel.journal import (
+    Journal,
+    JournalRow,
+    Patch,
+    PatchConflict,
+    Refused,
+    enter_model,
+    patch_of,
+    register_model,
+)
 from twinkle.kernel.outside import changed_outside, snapshot
 from twinkle.kernel.plan import Plan
 from twinkle.kernel.reclass import Method, installed_on
 from twinkle.kernel.report_text import short
-from twinkle.kernel.rows import Row
 from twinkle.kernel.targets import Site
 from twinkle.kernel.transaction import NOT_TAKEN_BACK, Transaction, transaction
 from twinkle.reasons import Reason
@@ -52,7 +60,7 @@ def apply_plan(plan: Plan, *, strict: bool = False, verify: bool = False) -> Non
             _demand_all(plan.rows())
             _demand_verified(plan)
     journal = enter_model(plan.model)
-    rows: list[Row] = []
+    rows: list[JournalRow] = []
     at: EntryPlan | None = None
     try:
         with transaction(journal) as current:
@@ -76,7 +84,7 @@ _REMEDIES = {"unused": "; leave the entry out for this model, or call kernelize 
 """What to do about a row that strict doesn't take, where its reasons don't say it."""
 
 
-def _demand_all(rows: Iterable[Row]) -> None:
+def _demand_all(rows: Iterable[JournalRow]) -> None:
     for row in rows:
         wanted = not row.default and row.state != "overridden"
         if row.state != "installed" and (wanted or row.state == "missing"):
@@ -90,24 +98,24 @@ def _demand_verified(plan: Plan) -> None:
             raise ValueError(f"strict: {entry.label} can't be verified: {note}; leave out verify, or strict")
 
 
-def _failed_row(entry: EntryPlan, error: BaseException) -> Row:
+def _failed_row(entry: EntryPlan, error: BaseException) -> JournalRow:
     row = entry.row("failed")
     row.notes += [str(Reason.of_error(error, "failed", row.installer)), "what the call had installed was taken back"]
     row.notes += [note for note in getattr(error, "__notes__", ()) if note.startswith(NOT_TAKEN_BACK)]
     return row
 
 
-def _record(plan: Plan, journal: Journal, rows: list[Row]) -> None:
+def _record(plan: Plan, journal: Journal, rows: list[JournalRow]) -> None:
     register_model(plan.model, journal)
     said = {row.target for row in rows}
     journal.rows[:] = [row for row in journal.rows if row.target not in said] + rows
 
 
-def _apply_entry(plan: Plan, entry: EntryPlan, current: Transaction) -> list[Row]:
+def _apply_entry(plan: Plan, entry: EntryPlan, current: Transaction) -> list[JournalRow]:
     """Installs one entry's picks and gives the rows of what became of it."""
     if entry.state is not None:
         return entry.rows()
-    rows: list[Row] = []
+    rows: list[JournalRow] = []
     for backend, group in entry.groups().items():
         earlier, fresh = _split_by_earlier(entry, backend, group, current.journal)
         rows += earlier
@@ -127,9 +135,9 @@ def _recipe(entry: EntryPlan, backend: str) -> tuple[Any, ...]:
     return (entry.op or entry.value, backend, entry.installer)
 
 
-def _split_by_earlier(entry: EntryPlan, backend: str, group: Group, journal: Journal) -> tuple[list[Row], Group]:
+def _split_by_earlier(entry: EntryPlan, backend: str, group: Group, journal: Journal) -> tuple[list[JournalRow], Group]:
     """The rows of sites where an earlier call installed the very same, and the sites that are to be installed."""
-    rows: list[Row] = []
+    rows: list[JournalRow] = []
     fresh = []
     for site, pick in group:
         what = _at(site, journal)
@@ -155,7 +163,7 @@ def _at(site: Site, journal: Journal) -> Method | Patch | None:
     return next(methods, None) or next(iter(_earlier_patches(site, journal)), None)
 
 
-def _row_of(what: Method | Patch | None, journal: Journal) -> Row | None:
+def _row_of(what: Method | Patch | None, journal: Journal) -> JournalRow | None:
     """The row of the earlier call that installed it."""
     if isinstance(what, Method):
         return what.row
@@ -204,7 +212,7 @@ def _undo_earlier(site: Site, current: Transaction) -> Reason | None:
     return None
 
 
-def _install_group(plan: Plan, entry: EntryPlan, backend: str, group: Group, current: Transaction) -> Row:
+def _install_group(plan: Plan, entry: EntryPlan, backend: str, group: Group, current: Transaction) -> JournalRow:
     """Runs the entry's installer, once per distinct implementation."""
     row = entry.row("installed", backend=backend, implementation=implementation_of(group), instances=len(group))
     row.verified = entry.is_verified(group)
@@ -239,7 +247,7 @@ def _install_group(plan: Plan, entry: EntryPlan, backend: str, group: Group, cur
     return row
 
 
-def _settle(row: Row, counts: list[int | None], outside: list[str], current: Transaction, undone: int) -> None:
+def _settle(row: JournalRow, counts: list[int | None], outside: list[str], current: Transaction, undone: int) -> None:
     """Writes into the row what an installer of somebody else's did, and takes it back where that was nothing.
 
     Args:
@@ -262,7 +270,7 @@ def _settle(row: Row, counts: list[int | None], outside: list[str], current: Tra
 
 
 def _run_installer(
-    plan: Plan, entry: EntryPlan, backend: str, group: Group, row: Row, current: Transaction
+    plan: Plan, entry: EntryPlan, backend: str, group: Group, row: JournalRow, current: Transaction
 ) -> list[int | None]:
     """Calls the installer; gives what it returned, per implementation."""
     assert entry.chain is not None
@@ -280,12 +288,12 @@ def _run_installer(
     return counts
 
 
-def _refuse(row: Row, notes: list[str]) -> None:
+def _refuse(row: JournalRow, notes: list[str]) -> None:
     row.state, row.backend, row.implementation, row.instances, row.verified = "refused", None, None, 0, False
     row.notes += notes
 
 
-def _warn_of_unverified(plan: Plan, rows: list[Row]) -> None:
+def _warn_of_unverified(plan: Plan, rows: list[JournalRow]) -> None:
     """The caller's own entries that were to be compared, couldn't be, and are installed all the same."""
     installed = {(row.target, row.backend) for row in rows if row.state == "installed"}
     for entry in plan.entries:
@@ -295,7 +303,7 @@ def _warn_of_unverified(plan: Plan, rows: list[Row]) -> None:
                     logger.warning("%s: installed, but %s: %s", short(entry.label), backend, reason)
 
 
-def _log(rows: list[Row]) -> None:
+def _log(rows: list[JournalRow]) -> None:
     """One line per row: what the caller asked for and didn't get is a WARNING, what the default skips is DEBUG."""
     for row in rows:
         if row.state == "installed":

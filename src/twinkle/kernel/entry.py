@@ -10,8 +10,8 @@ from typing import Any
 from twinkle.kernel import registry
 from twinkle.kernel.chain import NOT_FETCHED, Chain, Pick, variant_key
 from twinkle.kernel.install import default_installer, obstacle
-from twinkle.kernel.journal import patch_of
-from twinkle.kernel.rows import Row, Tried
+from twinkle.kernel.journal import JournalRow, patch_of
+from twinkle.kernel.rows import Tried
 from twinkle.kernel.targets import ModelIndex, Site, Target
 from twinkle.kernel.verify import check_site, unverified
 from twinkle.reasons import Reason
@@ -136,9 +136,9 @@ class EntryPlan:
             grouped.setdefault(pick.backend, []).append((site, pick))
         return grouped
 
-    def row(self, state: str, **fields: Any) -> Row:
+    def row(self, state: str, **fields: Any) -> JournalRow:
         """A report row of this entry."""
-        return Row(
+        return JournalRow(
             target=self.label,
             op=self.op,
             state=state,
@@ -160,7 +160,7 @@ class EntryPlan:
         """The (class or Python module, attribute) of all sites that the entry names."""
         return frozenset((site.owner, site.attribute) for site in (*self.sites, *(site for site, _ in self.lost)))
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[JournalRow]:
         """One row per backend that got sites, plus one for the sites left."""
         if self.state is not None:
             return [self.row(self.state, instances=len(self.lost))]
@@ -172,7 +172,7 @@ class EntryPlan:
             )
         return rows if rows and not self.left else [*rows, self.left_row()]
 
-    def left_row(self) -> Row:
+    def left_row(self) -> JournalRow:
         """The row of the sites that nothing is installed at."""
         assert self.chain is not None
         refused = self.chain.refused or self.obstacles

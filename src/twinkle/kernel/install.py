@@ -13,10 +13,9 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from twinkle.kernel.calls import Router, counted, renamed_parameters, router_of
-from twinkle.kernel.journal import ABSENT, Patch, PatchConflict, enter_model, lock, patch_of, register_model
+from twinkle.kernel.journal import ABSENT, JournalRow, Patch, PatchConflict, enter_model, lock, patch_of, register_model
 from twinkle.kernel.passed import Watched
 from twinkle.kernel.reclass import Method, own_forward
-from twinkle.kernel.rows import Row
 from twinkle.kernel.targets import ModelIndex, Site, Target, resolve_target
 from twinkle.kernel.transaction import active_transaction, installing, transaction
 from twinkle.kernel.wrappers import beneath
@@ -159,7 +158,7 @@ class Assignment:
     site: Site
     kernel: Kernel
     impl: Any
-    row: Row
+    row: JournalRow
     served_by: tuple[Any, ...] = ()
 
 
@@ -194,7 +193,7 @@ def _install_everywhere(model: nn.Module, target: Any, impl: Any) -> int:
         raise ValueError(str(target.reason))
     sites = ModelIndex.of(model, None).sites(target)
     covers = frozenset((site.owner, site.attribute) for site in sites)
-    row = Row(target.label, None, "installed", backend="custom", instances=len(sites), covers=covers)
+    row = JournalRow(target.label, None, "installed", backend="custom", instances=len(sites), covers=covers)
     journal = enter_model(model)
     with transaction(journal) as current:
         for site in sites:
@@ -259,7 +258,7 @@ def patch_function(obj: Any, name: str, kernel: Callable[..., Any]) -> None:
     _route(obj, name, there.original, function, row, (row.op, row.backend))
 
 
-def _route(obj: Any, name: str, original: Any, kernel: Kernel, row: Row, served_by: tuple[Any, ...]) -> None:
+def _route(obj: Any, name: str, original: Any, kernel: Kernel, row: JournalRow, served_by: tuple[Any, ...]) -> None:
     """Puts a router in a function's place, or shares the one there that serves in the same way; counts in the row."""
     current = active_transaction()
     assert current is not None

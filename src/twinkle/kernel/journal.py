@@ -10,17 +10,15 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterator, MutableMapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from torch import nn
 
 from twinkle.kernel.calls import router_of
 from twinkle.kernel.reclass import CONTAINERS, Method, installed_on
+from twinkle.kernel.rows import Row
 from twinkle.reasons import Reason
-
-if TYPE_CHECKING:
-    from twinkle.kernel.rows import Row
 
 ABSENT = object()
 """Stands for the value of an attribute that an object doesn't have."""
@@ -45,7 +43,7 @@ class Journal:
     def __init__(self) -> None:
         self.classes: dict[tuple[Any, ...], type] = {}
         self.methods: dict[tuple[Any, ...], Method] = {}
-        self.rows: list[Row] = []
+        self.rows: list[JournalRow] = []
         self.patches: list[Patch] = []
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -78,6 +76,27 @@ class Journal:
         """Wants a patch to stay."""
         patch.claims.add(self)
         self.patches.append(patch)
+
+
+@dataclass(eq=False)
+class JournalRow(Row):
+    """A report row with what later calls and reports have to know of what it tells.
+
+    Attributes:
+        covers: the (class or Python module, attribute) of the sites that the entry names.
+        patches: the attributes that its installer replaced.
+        recipe: what must be equal for a later call to leave the row's work alone.
+        serves: what was installed -> the variant of the sites that it serves.
+    """
+
+    covers: frozenset[tuple[Any, str]] = frozenset()
+    patches: list[Patch] = field(default_factory=list)
+    recipe: tuple[Any, ...] = ()
+    serves: dict[Method | Patch | None, Any] = field(default_factory=dict)
+
+    def told(self, **since: Any) -> Row:
+        """The row of a report, which goes on counting; ``since`` is what has become of it."""
+        return Row(**{each.name: getattr(self, each.name) for each in fields(Row)} | since)
 
 
 _journals: weakref.WeakKeyDictionary[nn.Module, Journal] = weakref.WeakKeyDictionary()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from twinkle.kernel import registry
+from twinkle.kernel.journal import JournalRow
 from twinkle.kernel.plan import make_plan
 from twinkle.kernel.probe import variant_of
 from twinkle.kernel.reclass import Method, installed_on, own_forward, peel
@@ -56,15 +56,15 @@ def report_of(model: nn.Module) -> Report:
     of_methods = {method.row for journal in index.journals for method in journal.methods.values()}
     # A row that a later call's replaced may still serve the modules which that call didn't reach.
     known = [*(row for row in modules if row not in noted), *noted]
-    found = [_now(row, modules[row], row in of_methods) for row in known]
-    rows = [row for row in found if row is not None]
-    if not rows:
+    found = [(row, now) for row in known if (now := _now(row, modules[row], row in of_methods)) is not None]
+    if not found:
         return Report([], make_plan(model, fetch=False).uncovered(), str(index.device))
-    return Report(rows, uncovered_of(index, {place for row in rows for place in row.covers}), str(index.device))
+    covered = {place for row, _ in found for place in row.covers}
+    return Report([now for _, now in found], uncovered_of(index, covered), str(index.device))
 
 
-def _modules_by_row(model: nn.Module, index: ModelIndex) -> defaultdict[Row, _Modules]:
-    found: defaultdict[Row, _Modules] = defaultdict(_Modules)
+def _modules_by_row(model: nn.Module, index: ModelIndex) -> defaultdict[JournalRow, _Modules]:
+    found: defaultdict[JournalRow, _Modules] = defaultdict(_Modules)
     probed: dict[Any, Any] = {}
     for module in model.modules():
         installed = installed_on(type(module))
@@ -91,7 +91,7 @@ def _computes_something_else(site: Site, method: Method, probed: dict[Any, Any])
     return reference is not None and variant_of(reference, site, probed) != row.serves[method]
 
 
-def _now(row: Row, modules: _Modules, of_methods: bool) -> Row | None:
+def _now(row: JournalRow, modules: _Modules, of_methods: bool) -> Row | None:
     """A row as it is now, which goes on counting; None when a later call has put something else everywhere."""
     instances = row.instances
     if row.state == "installed" and row.scope == "model" and of_methods:
@@ -102,4 +102,4 @@ def _now(row: Row, modules: _Modules, of_methods: bool) -> Row | None:
         instances = min(told, modules.live)
     gone = [patch for patch in row.patches if patch.owner is not None and patch.claimed and not patch.in_place]
     replaced = [f"{patch.where} was replaced by somebody else since" for patch in gone]
-    return dataclasses.replace(row, instances=instances, notes=[*row.notes, *replaced, *modules.notes()])
+    return row.told(instances=instances, notes=[*row.notes, *replaced, *modules.notes()])

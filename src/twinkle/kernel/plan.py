@@ -16,11 +16,12 @@ from twinkle.kernel.config import DEFAULT_KERNEL_CONFIG
 from twinkle.kernel.entry import EntryPlan
 from twinkle.kernel.hub import HubRef
 from twinkle.kernel.install import default_installer, kernel_for
+from twinkle.kernel.journal import JournalRow
 from twinkle.kernel.meant import logical_key_of, meant_by, no_logical_entry
 from twinkle.kernel.plugins import load_plugins
 from twinkle.kernel.probe import variant_of
 from twinkle.kernel.registry import AskedOnce, KernelChoice
-from twinkle.kernel.rows import Row, Uncovered
+from twinkle.kernel.rows import Uncovered
 from twinkle.kernel.targets import (
     ModelIndex,
     Site,
@@ -48,7 +49,7 @@ class Plan:
     index: ModelIndex
     entries: list[EntryPlan]
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[JournalRow]:
         """The report rows, as they will be when everything installs."""
         return [row for entry in self.entries for row in entry.rows()]
 

@@ -22,8 +22,7 @@ from twinkle.reasons import Reason
 if TYPE_CHECKING:
     from torch import nn
 
-    from twinkle.kernel.journal import Journal
-    from twinkle.kernel.rows import Row
+    from twinkle.kernel.journal import Journal, JournalRow
 
 CONTAINERS = ("_parameters", "_buffers", "_modules")
 """Instance attributes in which torch keeps a module's tensors and children."""
@@ -45,7 +44,7 @@ class Method:
 
     function: Callable[..., Any]
     original: Callable[..., Any]
-    row: Row
+    row: JournalRow
     base: type | None = None
 
 

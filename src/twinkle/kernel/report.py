@@ -29,7 +29,13 @@ def plan(model: nn.Module, mapping: Any = None, *, device: torch.device | str | 
     with lock:
         made = make_plan(model, mapping, device=device, fetch=False)
     where = made.index.device
-    return Report(made.rows(), made.uncovered(), str(where), planned=True, device_here=_is_here(where.type))
+    return Report(
+        [row.told() for row in made.rows()],
+        made.uncovered(),
+        str(where),
+        planned=True,
+        device_here=_is_here(where.type),
+    )
 
 
 def _is_here(device_type: str) -> bool:

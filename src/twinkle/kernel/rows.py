@@ -58,10 +58,6 @@ class Row:
         default: whether the entry is the default config's own.
         verified: whether ``kernelize(verify=True)`` compared what serves with the original, and it agreed.
         counts: what became of the calls.
-        covers: the (class or Python module, attribute) of the sites that the entry names; not part of the data.
-        patches: the attributes that its installer replaced; not part of the data.
-        recipe: what must be equal for a later call to leave the row's work alone; not part of the data.
-        serves: what was installed -> the variant of the sites that it serves; not part of the data.
     """
 
     target: str
@@ -77,10 +73,6 @@ class Row:
     default: bool = False
     verified: bool = False
     counts: Counts = field(default_factory=Counts)
-    covers: frozenset[tuple[Any, str]] = field(default=frozenset(), repr=False)
-    patches: list[Any] = field(default_factory=list, repr=False)
-    recipe: tuple[Any, ...] = field(default=(), repr=False)
-    serves: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
     def calls(self) -> int:

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from twinkle.kernel.journal import Journal, Patch, PatchConflict, Refused, lock, patch_of, release
+from twinkle.kernel.journal import Journal, JournalRow, Patch, PatchConflict, Refused, lock, patch_of, release
 from twinkle.kernel.reclass import (
     BOUND_FORWARDS,
     Method,
@@ -26,8 +26,6 @@ from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from twinkle.kernel.rows import Row
 
 
 class Transaction:
@@ -43,8 +41,8 @@ class Transaction:
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
-        self.row: Row | None = None
-        self.rows: list[Row] = []
+        self.row: JournalRow | None = None
+        self.rows: list[JournalRow] = []
         self.assignments: list[Any] = []
         self.touched: set[tuple[int, str]] = set()
         self._steps: list[Callable[[], list[Reason] | None]] = []
