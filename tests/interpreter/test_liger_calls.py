@@ -35,6 +35,7 @@ CALLS: dict[str, tuple[Any, str]] = {
     "fp64": (lambda: torch.randn(2, 32, dtype=torch.float64), "fp32, bf16, fp16"),
     "no rows": (lambda: torch.randn(0, 32), "empty"),
     "a subclass": (lambda: torch.randn(2, 32).as_subclass(_Subclass), "subclass"),
+    "negated": (lambda: torch._neg_view(torch.randn(2, 32)), "negated"),
 }
 
 
@@ -119,6 +120,24 @@ def test_a_compiler_traces_the_original(op: str) -> None:
     assert (row.calls, row.counts.compiled) == (0, True)
     module(x)
     assert row.calls == 1
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if name != "experts"])
+def test_a_negated_gradient(case: str) -> None:
+    op, family, name = CASES[case]
+    if op == "rotary":
+        arguments = _rotary_arguments()
+        leaves = [arguments[each].requires_grad_() for each in ("q", "k")]
+        outputs = load(op, site_of(op, family, name))(**arguments)
+    else:
+        module, row = kernelized(make(family, name.partition(".")[0]), op)
+        leaves = [torch.randn(2, 3, 32, requires_grad=True), *module.parameters()]
+        outputs = (module(leaves[0]),)
+        assert row.calls == 1
+    seeds = [torch.randn_like(out) for out in outputs]
+    expected = torch.autograd.grad(outputs, leaves, seeds, retain_graph=True)
+    negated = [torch._neg_view(-seed) for seed in seeds]
+    torch.testing.assert_close(torch.autograd.grad(outputs, leaves, negated), expected)
 
 
 # --- rotary -----------------------------------------------------------------------------------------------------------

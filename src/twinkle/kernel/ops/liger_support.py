@@ -129,6 +129,8 @@ def call_reason(*tensors: torch.Tensor, one_dtype: bool = True) -> str | None:
     for tensor in tensors:
         if type(tensor) not in PLAIN:
             return "a tensor subclass"
+        if tensor.is_neg():
+            return "a negated tensor"  # whose memory has the other signs
         if tensor.device != device:
             return "the tensors are on different devices"
         if tensor.dtype not in DTYPES:
@@ -148,11 +150,17 @@ def liger_function(name: str) -> Any:
 
 
 def differentiable_once(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
-    """The same autograd Function, which raises when its gradient is differentiated.
+    """The same autograd Function, which takes negated gradients too, and raises when its gradient is differentiated.
 
-    Liger's kernels leave no graph behind: without this, a gradient penalty would silently miss their part.
+    Liger's kernels read the memory, in which a negated tensor's numbers have the other signs; and they leave no graph
+    behind: without this, a gradient penalty would silently miss their part.
     """
-    namespace = {"backward": staticmethod(once_differentiable(function.backward)), "__doc__": function.__doc__}
+
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        return function.backward(ctx, *(grad if grad is None else grad.resolve_neg() for grad in grads))
+
+    namespace = {"backward": staticmethod(backward), "__doc__": function.__doc__}
     return type(function)(function.__name__, (function,), namespace)  # type: ignore[misc]
 
 

@@ -8,12 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from twinkle.gradients import saved_tensors
 from twinkle.kernel.ops import liger_support
 from twinkle.kernel.ops.glu.reference import ACTIVATIONS, glu_layer
-from twinkle.kernel.ops.liger_support import WIDEST, call_reason, device_reason, launch, liger_function
+from twinkle.kernel.ops.liger_support import (
+    WIDEST,
+    call_reason,
+    device_reason,
+    differentiable_once,
+    launch,
+    liger_function,
+)
 from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
@@ -58,7 +64,6 @@ def product_function(activation: str) -> type[torch.autograd.Function]:
             return result[-1] if isinstance(result, tuple) else result  # Liger for Ascend returns the product alone
 
         @staticmethod
-        @once_differentiable
         def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             gate, up = saved_tensors(ctx, "the gated product by liger")
             # Liger writes both gradients over what it is given. These are the projections' own outputs: a hook or a
@@ -66,7 +71,7 @@ def product_function(activation: str) -> type[torch.autograd.Function]:
             # write of gate and up, and their memory while this runs.
             return backward_kernel(gate.clone(), up.clone(), grad.contiguous())
 
-    return LigerProduct
+    return differentiable_once(LigerProduct)
 
 
 def load(target: Any, site: Site) -> type[nn.Module]:

@@ -13,10 +13,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from twinkle.kernel.ops import liger_support
-from twinkle.kernel.ops.liger_support import call_reason, device_reason, launch, liger_function
+from twinkle.kernel.ops.liger_support import call_reason, device_reason, differentiable_once, launch, liger_function
 from twinkle.kernel.ops.rotary.reference import Dialect, function_of
 from twinkle.reasons import Reason
 
@@ -52,12 +51,11 @@ def rotary_function() -> type[torch.autograd.Function]:
             return liger.forward(ctx, _own(q), _own(k), cos, sin)
 
         @staticmethod
-        @once_differentiable
         def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             dq, dk = liger.backward(ctx, _own(dq), _own(dk))[:2]
             return dq, dk, None, None
 
-    return LigerRotary
+    return differentiable_once(LigerRotary)
 
 
 def _own(x: torch.Tensor) -> torch.Tensor:
