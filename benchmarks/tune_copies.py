@@ -52,7 +52,7 @@ def tiles() -> Iterator[tuple[int, int, int]]:
             yield height, width, warps
 
 
-def copying(case: Case, tile: tuple[int, int, int], bytes_: int) -> Callable[[], None]:
+def copying(case: Case, tile: tuple[int, int, int], bytes_: int) -> Callable[[], torch.Tensor]:
     """A copy of the case by such tiles."""
     strided.TRANSPOSING[case.itemsize] = (tile, tile)
     strided._copying.cache_clear()

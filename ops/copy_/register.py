@@ -7,9 +7,9 @@ import torch
 from twinkle.aten import Condition, Home, Kernel, OperatorSpec, Semantics
 from twinkle.aten.conditions import CASTABLE, ROUNDED_CAST, SAME_DTYPE, beside, one_device, tensor
 from twinkle.aten.gradients import overwrite
-from twinkle.aten.movements import MOVEMENTS, laid_out, movement
+from twinkle.aten.layouts import broadcasts, filled, may_overlap, shares_memory
+from twinkle.aten.movements import MOVEMENTS, movement
 from twinkle.aten.routes import Work
-from twinkle.aten.strided import broadcasts, may_overlap, shares_memory
 
 
 def _overlapping(device):
@@ -29,7 +29,11 @@ def _kind(self, src, _):
 def _sample(movement, elements, device, dtype, cast=False):
     sizes, to_strides, strides = MOVEMENTS[movement](elements)
     other = torch.float32 if dtype is not torch.float32 else torch.bfloat16
-    return laid_out(sizes, to_strides, dtype, device), laid_out(sizes, strides, other if cast else dtype, device), False
+    return (
+        filled(1, sizes, to_strides, dtype, device),
+        filled(1, sizes, strides, other if cast else dtype, device),
+        False,
+    )
 
 
 SPEC = OperatorSpec(

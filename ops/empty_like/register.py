@@ -4,7 +4,7 @@ import torch
 
 from twinkle.aten import Condition, Home, Kernel, OperatorSpec, Semantics
 from twinkle.aten.conditions import tensor
-from twinkle.aten.strided import takes_format
+from twinkle.aten.layouts import takes_format
 
 _QUANTIZED = (torch.qint8, torch.quint8, torch.qint32)
 

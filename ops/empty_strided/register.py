@@ -3,12 +3,13 @@
 import torch
 
 from twinkle.aten import Condition, Home, Kernel, OperatorSpec, Semantics
+from twinkle.aten.layouts import span
 
 
 def _fits(size, stride, *_):
     if len(size) != len(stride) or any(n < 0 for n in (*size, *stride)):
         return False
-    return sum((n - 1) * s for n, s in zip(size, stride, strict=True)) < 2**48
+    return span(size, stride) <= 2**48
 
 
 SPEC = OperatorSpec(

@@ -6,7 +6,7 @@ import torch
 
 from twinkle.aten import Condition, Home, Kernel, OperatorSpec, Semantics
 from twinkle.aten.conditions import FLOATING, beside, one_device, tensor
-from twinkle.aten.strided import broadcasts
+from twinkle.aten.layouts import broadcasts
 
 LONG = 1024
 """As many queries are PyTorch's own: its kernels are faster there."""

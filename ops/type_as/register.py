@@ -7,7 +7,8 @@ import torch
 from twinkle.aten import Condition, Home, Kernel, OperatorSpec, Semantics
 from twinkle.aten.conditions import CASTABLE, beside, one_device, rounded, tensor
 from twinkle.aten.gradients import conversion
-from twinkle.aten.movements import MOVEMENTS, laid_out, movement_of_result
+from twinkle.aten.layouts import filled
+from twinkle.aten.movements import MOVEMENTS, movement_of_result
 from twinkle.aten.routes import Work
 
 
@@ -24,7 +25,7 @@ def _sample(movement, elements, device, dtype):
     """To a tensor of that dtype."""
     sizes, _, strides = MOVEMENTS[movement](elements)
     other = torch.float32 if dtype is not torch.float32 else torch.bfloat16
-    return laid_out(sizes, strides, other, device), torch.ones(1, dtype=dtype, device=device)
+    return filled(1, sizes, strides, other, device), torch.ones(1, dtype=dtype, device=device)
 
 
 def _made(self, other):

@@ -22,9 +22,9 @@ from twinkle.aten import Profile, catalog
 from twinkle.aten.arguments import Arguments
 from twinkle.aten.harness.cases import cases
 from twinkle.aten.harness.observe import Call, differences
+from twinkle.aten.layouts import is_dense
 from twinkle.aten.registration import active
 from twinkle.aten.spec import OperatorSpec, Semantics
-from twinkle.aten.strided import is_dense
 
 EXAMPLES = int(os.environ.get("TWINKLE_TEST_EXAMPLES", "40" if INTERPRETED else "150"))
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tests.aten.conftest import DEVICE, INTERPRETED, TRITON
 from tests.aten.layouts import DTYPES, filled, layouts
 from twinkle.aten.harness.compare import memory_of
+from twinkle.aten.layouts import is_dense, may_overlap
 from twinkle.aten.reference import copy_by_address
-from twinkle.aten.strided import is_dense, make_plan, may_overlap, torch_copy, triton_copy
+from twinkle.aten.strided import make_plan, torch_copy, triton_copy
 
 COPIES = [torch_copy, triton_copy] if TRITON else [torch_copy]
 

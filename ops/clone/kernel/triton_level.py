@@ -9,6 +9,4 @@ from twinkle.aten.strided import triton_copy
 
 def clone_triton(self: torch.Tensor, *, memory_format: torch.memory_format | None = None) -> torch.Tensor:
     """See ``aten::clone``; the layout of the result is that of ``empty_like``."""
-    result = torch.empty_like(self, memory_format=memory_format or torch.preserve_format)
-    triton_copy(result, self)
-    return result
+    return triton_copy(torch.empty_like(self, memory_format=memory_format or torch.preserve_format), self)

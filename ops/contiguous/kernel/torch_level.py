@@ -11,6 +11,4 @@ def contiguous_torch(
     self: torch.Tensor, *, memory_format: torch.memory_format = torch.contiguous_format
 ) -> torch.Tensor:
     """See ``aten::contiguous``, for a tensor that isn't yet."""
-    result = torch.empty_like(self, memory_format=memory_format)
-    torch_copy(result, self)
-    return result
+    return torch_copy(torch.empty_like(self, memory_format=memory_format), self)

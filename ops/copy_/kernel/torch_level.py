@@ -9,5 +9,4 @@ from twinkle.aten.strided import torch_copy
 
 def copy__torch(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """See ``aten::copy_``. On one device nothing waits, so ``non_blocking`` changes nothing."""
-    torch_copy(self, src.expand(self.shape))
-    return self
+    return torch_copy(self, src.expand(self.shape))

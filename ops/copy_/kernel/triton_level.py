@@ -9,5 +9,4 @@ from twinkle.aten.strided import triton_copy
 
 def copy__triton(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """See ``aten::copy_``. On one device nothing waits, so ``non_blocking`` changes nothing."""
-    triton_copy(self, src.expand(self.shape))
-    return self
+    return triton_copy(self, src.expand(self.shape))

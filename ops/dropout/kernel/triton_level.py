@@ -45,8 +45,8 @@ class _Again(torch.autograd.Function):
     def forward(ctx: Any, grad: torch.Tensor, p: float, seed: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
         ctx.rest = p, seed, strides
         if grad.stride() != strides:
-            given, grad = grad, torch.empty_strided(grad.shape, strides, dtype=grad.dtype, device=grad.device)
-            triton_copy(grad, given)
+            empty = torch.empty_strided(grad.shape, strides, dtype=grad.dtype, device=grad.device)
+            grad = triton_copy(empty, grad)
         return _drop(grad, p, seed)
 
     @staticmethod

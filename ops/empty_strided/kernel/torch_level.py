@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from twinkle.aten.layouts import span
+
 
 def empty_strided_torch(
     size: Sequence[int],
@@ -17,7 +19,6 @@ def empty_strided_torch(
     pin_memory: bool | None = None,
 ) -> torch.Tensor:
     """See ``aten::empty_strided``."""
-    elements = 0 if 0 in size else 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
-    memory = torch.empty(elements, dtype=dtype, device=device)
+    memory = torch.empty(span(size, stride), dtype=dtype, device=device)
     with torch._C._AutoDispatchBelowADInplaceOrView():  # so that it is no view of anything
         return memory.as_strided(size, stride)

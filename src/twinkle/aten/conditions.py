@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from twinkle.aten.arguments import PLAIN
+from twinkle.aten.layouts import is_dense
 from twinkle.aten.spec import Condition
-from twinkle.aten.strided import CASTS, is_dense
+from twinkle.aten.strided import CASTS
 from twinkle.naming import dtype_name
 
 _is_functional = torch._is_functional_tensor

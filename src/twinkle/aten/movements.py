@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from twinkle.aten.layouts import filled
 from twinkle.aten.routes import Work
 from twinkle.aten.strided import plan_of
 
@@ -76,14 +77,6 @@ MOVEMENTS = ORDERS | {WIDE_KIND.format(order): make for order, make in ORDERS.it
 """Kind -> a copy of that order, of about so many elements."""
 
 
-def laid_out(
-    sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """A tensor of ones that lies in memory like that."""
-    room = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-    return torch.ones(room, dtype=dtype, device=device).as_strided(sizes, strides)
-
-
 def movement_of_result(self: torch.Tensor, memory_format: torch.memory_format | None) -> str:
     """Of an operator whose result lies in memory as that of ``empty_like``."""
     # A meta tensor, which has no memory, tells how that is.
@@ -102,6 +95,6 @@ def results_in_order(kinds: Collection[str]) -> Work:
     def sample(kind: str, elements: int, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
         """Of that kind where the dtype is as wide as the kind says."""
         sizes, _, strides = MOVEMENTS[kind](elements)
-        return laid_out(sizes, strides, dtype, device), torch.contiguous_format
+        return filled(1, sizes, strides, dtype, device), torch.contiguous_format
 
     return Work(kind=movement_of_result, samples={kind: functools.partial(sample, kind) for kind in kinds})

@@ -13,12 +13,14 @@ from typing import NamedTuple
 
 import torch
 
+from twinkle.aten.launch import WARPS, most_programs, program
+from twinkle.aten.layouts import span
+
 CASTS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 """Among these :func:`triton_copy` converts."""
 
 AREA = 2048
 """Elements of a tile whose rows are dense in both tensors."""
-WARPS = 4
 TRANSPOSING = {
     1: ((128, 128, 8), (64, 128, 4)),
     2: ((128, 128, 8), (64, 256, 8)),
@@ -78,10 +80,7 @@ def make_plan(sizes: tuple[int, ...], to_strides: tuple[int, ...], source_stride
     if len(merged) > 1 and merged[0][:2] == (1, 1) and merged[0][2] <= MOST_FEW:
         few = merged.pop(0)[2]
     to_strides, source_strides, sizes = zip(*(merged or [(1, 1, 1)]), strict=True)
-    furthest = few + max(
-        sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-        for strides in (to_strides, source_strides)
-    )
+    furthest = few + max(span(sizes, to_strides), span(sizes, source_strides))
     wide = max(furthest, few * math.prod(sizes)) + _MARGIN >= 2**31
     return Plan(sizes, to_strides, source_strides, few, *_rows(sizes, source_strides), wide)
 
@@ -112,8 +111,8 @@ def plan_of(
     return make_plan(sizes, to_strides, source_strides)
 
 
-def triton_copy(to: torch.Tensor, source: torch.Tensor) -> None:
-    """Writes ``source`` into ``to``, by a Triton program.
+def triton_copy(to: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Writes ``source`` into ``to``, by a Triton program, and returns ``to``.
 
     Args:
         to: any shape and strides, but no two elements share memory.
@@ -121,6 +120,7 @@ def triton_copy(to: torch.Tensor, source: torch.Tensor) -> None:
             both being in :data:`CASTS`.
     """
     _copying(to.dtype, source.dtype, to.device, to.shape, to.stride(), source.stride())(to, source)
+    return to
 
 
 @functools.lru_cache(maxsize=4096)
@@ -133,7 +133,6 @@ def _copying(
     source_strides: tuple[int, ...],
 ) -> Callable[..., None]:
     """The copy between two layouts, as a function of the tensors."""
-    from twinkle.aten.launch import most_programs, program
     from twinkle.aten.triton_kernels import copy_tiles
 
     itemsize = max(to_dtype.itemsize, source_dtype.itemsize)
@@ -175,55 +174,22 @@ def _power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def torch_copy(to: torch.Tensor, source: torch.Tensor) -> None:
-    """Writes ``source`` into ``to``, by PyTorch's ``where``: neither ``clone`` nor ``copy_`` takes part.
+def torch_copy(to: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Writes ``source`` into ``to``, by PyTorch's ``where``, and returns ``to``: neither ``clone`` nor ``copy_`` takes
+    part.
 
     Args:
         to: any shape and strides, but no two elements share memory.
         source: the same shape and dtype, any strides, on the same device, not overlapping ``to``.
     """
+    written = to
     if to.element_size() <= _WIDEST:  # where knows few of the narrower dtypes
         integer = INTEGERS[to.element_size()]
-        to, source = to.view(integer), source.view(integer)
-    torch.where(_true(), source, source, out=to)
+        written, source = to.view(integer), source.view(integer)
+    torch.where(_true(), source, source, out=written)
+    return to
 
 
 @functools.cache
 def _true() -> torch.Tensor:
     return torch.ones((), dtype=torch.bool, device="cpu")  # PyTorch takes it beside tensors on any device
-
-
-@functools.lru_cache(maxsize=4096)
-def may_overlap(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether two elements of such a tensor may share memory; False only where it is sure that none do."""
-    reach = 0
-    for stride, size in sorted(zip(strides, sizes, strict=True)):
-        if size > 1:
-            if stride <= reach:
-                return True
-            reach += (size - 1) * stride
-    return False
-
-
-def is_dense(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether a tensor's elements fill the memory from the first to the last of them, each for itself."""
-    reach = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-    return reach + 1 == math.prod(sizes) and not may_overlap(sizes, strides)
-
-
-def broadcasts(sizes: tuple[int, ...], to: tuple[int, ...]) -> bool:
-    """Whether a tensor of one shape can be expanded to the other."""
-    if len(sizes) > len(to):
-        return False
-    return all(size in (1, wanted) for size, wanted in zip(sizes[::-1], to[::-1], strict=False))
-
-
-def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors lie in one allocation, overlapping or not."""
-    return torch._C._is_alias_of(one, other)  # type: ignore[attr-defined]
-
-
-def takes_format(rank: int, memory_format: torch.memory_format | None) -> bool:
-    """Whether a tensor of that rank can have that memory format."""
-    needed = {torch.channels_last: 4, torch.channels_last_3d: 5}
-    return memory_format is None or needed.get(memory_format, rank) == rank

@@ -26,6 +26,7 @@ import torch
 from twinkle.aten.arguments import Arguments
 from twinkle.aten.harness.fills import FILLS
 from twinkle.aten.harness.listed import NAMED, listed_inputs, listed_timed
+from twinkle.aten.layouts import span
 from twinkle.aten.spec import OperatorSpec
 
 
@@ -128,8 +129,7 @@ def _tensor(
     """A view of memory that is filled throughout, so that what lies between and beyond the elements is known too."""
     kind = default if dtype is None else getattr(torch, dtype)
     strides_of = torch.empty(shape, device="meta").stride() if strides is None else tuple(strides)
-    reach = 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, strides_of, strict=True))
-    memory = FILLS[values or "normal"](name, (offset or 0) + reach + _MARGIN, kind)
+    memory = FILLS[values or "normal"](name, (offset or 0) + span(shape, strides_of) + _MARGIN, kind)
     return laid_out(memory.to(device), shape, strides_of, offset or 0)
 
 

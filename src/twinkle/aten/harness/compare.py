@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from twinkle.aten import strided
+from twinkle.aten import layouts
 from twinkle.aten.spec import OperatorSpec, Semantics
 from twinkle.kernel.verify import allowed_error_used
 
 
 def shares_memory(one: Any, other: Any) -> bool:
     """Whether two results are tensors in one allocation."""
-    return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and strided.shares_memory(one, other)
+    return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and layouts.shares_memory(one, other)
 
 
 _ULP = torch.finfo(torch.float64).eps

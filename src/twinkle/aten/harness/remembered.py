@@ -10,6 +10,7 @@ import torch
 from twinkle.aten.arguments import PLAIN, layout
 from twinkle.aten.conditions import READABLE
 from twinkle.aten.harness.cases import cases
+from twinkle.aten.layouts import filled
 from twinkle.aten.spec import Condition, OperatorSpec
 
 
@@ -80,6 +81,4 @@ def _another(value: Any, number: int) -> Any:
     """A tensor in memory of its own, of the same layout, without a history; all its elements are that number."""
     if not _is_plain(value):
         return value
-    room = 1 + sum(max(size - 1, 0) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    memory = torch.full((room,), number, dtype=value.dtype, device=value.device)
-    return memory.as_strided(value.shape, value.stride())
+    return filled(number, value.shape, value.stride(), value.dtype, value.device)
