@@ -5,7 +5,7 @@ import torch
 from twinkle.aten import Condition, Home, Kernel, OperatorSpec, Semantics
 from twinkle.aten.conditions import tensor
 from twinkle.aten.gradients import identity
-from twinkle.aten.movements import MOVEMENTS, results_in_order
+from twinkle.aten.movements import MOVEMENTS, STILL, results_in_order
 
 SPEC = OperatorSpec(
     schema="contiguous(Tensor(a) self, *, MemoryFormat memory_format=0) -> Tensor(a)",
@@ -30,7 +30,7 @@ SPEC = OperatorSpec(
             lambda device: (torch.ones(3, 4, device=device), torch.contiguous_format),
         ),
     ),
-    work=results_in_order([kind for kind in MOVEMENTS if "contiguous" not in kind]),  # of which it returns self
+    work=results_in_order([kind for kind in MOVEMENTS if kind not in STILL]),  # of which it returns self
     gradient=identity,
     reference="reference:contiguous_reference",
 )

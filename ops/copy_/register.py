@@ -8,7 +8,7 @@ from twinkle.aten import Condition, Home, Kernel, OperatorSpec, Semantics
 from twinkle.aten.conditions import CASTABLE, ROUNDED_CAST, SAME_DTYPE, beside, one_device, tensor
 from twinkle.aten.gradients import overwrite
 from twinkle.aten.layouts import broadcasts, filled, may_overlap, shares_memory
-from twinkle.aten.movements import MOVEMENTS, movement
+from twinkle.aten.movements import CAST, MOVEMENTS, STILL, converted_to, movement
 from twinkle.aten.routes import Work
 
 
@@ -23,15 +23,14 @@ def _within_itself(device):
 
 def _kind(self, src, _):
     found = movement(self.shape, self.stride(), src.expand(self.shape).stride(), self.itemsize)
-    return "cast" if "contiguous" in found and self.dtype != src.dtype else found
+    return CAST if found in STILL and self.dtype != src.dtype else found
 
 
 def _sample(movement, elements, device, dtype, cast=False):
     sizes, to_strides, strides = MOVEMENTS[movement](elements)
-    other = torch.float32 if dtype is not torch.float32 else torch.bfloat16
     return (
         filled(1, sizes, to_strides, dtype, device),
-        filled(1, sizes, strides, other if cast else dtype, device),
+        filled(1, sizes, strides, converted_to(dtype) if cast else dtype, device),
         False,
     )
 
@@ -72,7 +71,7 @@ SPEC = OperatorSpec(
         kind=_kind,
         samples={
             **{name: functools.partial(_sample, name) for name in MOVEMENTS},
-            "cast": functools.partial(_sample, "contiguous", cast=True),
+            CAST: functools.partial(_sample, "contiguous", cast=True),
         },
     ),
     gradient=overwrite,

@@ -3,13 +3,12 @@
 import torch
 
 from twinkle.aten import Condition, Home, Kernel, OperatorSpec, Semantics
+from twinkle.aten.conditions import ordinary_memory
 from twinkle.aten.layouts import takes_format
 
-_QUANTIZED = (torch.qint8, torch.quint8, torch.qint32)
 
-
-def _of(size, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None):
-    return size, dtype, layout, device, pin_memory, memory_format
+def _of(device, size=(2,), dtype=None, layout=None, pin_memory=None, memory_format=None):
+    return list(size), dtype, layout, device, pin_memory, memory_format
 
 
 SPEC = OperatorSpec(
@@ -21,29 +20,12 @@ SPEC = OperatorSpec(
     semantics=Semantics.ALLOCATES,
     kernels={"torch": Kernel("kernel.torch_level:empty_torch")},
     conditions=(
-        Condition(
-            "layout",
-            "layout is strided or left out",
-            lambda size, dtype, layout, *_: layout in (None, torch.strided),
-            lambda device: _of([2], layout=torch.sparse_coo, device=device),
-        ),
-        Condition(
-            "pinned",
-            "the memory isn't to be pinned",
-            lambda size, dtype, layout, device, pin_memory, _: not pin_memory,
-            lambda device: _of([2], device=device, pin_memory=True),
-        ),
-        Condition(
-            "dtype",
-            "dtype is no quantized one",
-            lambda size, dtype, *_: dtype not in _QUANTIZED,
-            lambda device: _of([2], torch.qint8, device=device),
-        ),
+        *ordinary_memory(1, _of),
         Condition(
             "size",
             "no size is negative",
             lambda size, *_: all(n >= 0 for n in size),
-            lambda device: _of([3, -1], device=device),
+            lambda device: _of(device, (3, -1)),
         ),
         Condition(
             "format",
@@ -51,7 +33,7 @@ SPEC = OperatorSpec(
             lambda size, *rest: (
                 rest[-1] is not torch.preserve_format and takes_format(len(size), rest[-1] or torch.contiguous_format)
             ),
-            lambda device: _of([2, 3], device=device, memory_format=torch.channels_last),
+            lambda device: _of(device, (2, 3), memory_format=torch.channels_last),
         ),
     ),
     reference="reference:empty_reference",

@@ -3,18 +3,16 @@
 import torch
 
 from twinkle.aten import Condition, Home, Kernel, OperatorSpec, Semantics
-from twinkle.aten.conditions import tensor
+from twinkle.aten.conditions import ordinary_memory, tensor
 from twinkle.aten.layouts import takes_format
-
-_QUANTIZED = (torch.qint8, torch.quint8, torch.qint32)
 
 
 def _like(tensor, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None):
     return tensor, dtype, layout, device, pin_memory, memory_format
 
 
-def _ones(device, *shape):
-    return torch.ones(*(shape or (3, 4)), device=device)
+def _ones(device):
+    return torch.ones(3, 4, device=device)
 
 
 SPEC = OperatorSpec(
@@ -27,29 +25,12 @@ SPEC = OperatorSpec(
     kernels={"torch": Kernel("kernel.torch_level:empty_like_torch")},
     conditions=(
         *tensor(0, "self", _like, without=("empty",)),
-        Condition(
-            "layout",
-            "layout is strided or left out",
-            lambda self, dtype, layout, *_: layout in (None, torch.strided),
-            lambda device: _like(_ones(device), layout=torch.sparse_coo),
-        ),
+        *ordinary_memory(1, lambda device, **options: _like(_ones(device), **options)),
         Condition(
             "device",
             "device is that of self or left out",
             lambda self, dtype, layout, device, *_: device is None or device.type == self.device.type,
             lambda device: _like(_ones(device), device=torch.device("meta")),
-        ),
-        Condition(
-            "pinned",
-            "the memory isn't to be pinned",
-            lambda self, dtype, layout, device, pin_memory, _: not pin_memory,
-            lambda device: _like(_ones(device), pin_memory=True),
-        ),
-        Condition(
-            "dtype",
-            "dtype is no quantized one",
-            lambda self, dtype, *_: dtype not in _QUANTIZED,
-            lambda device: _like(_ones(device), dtype=torch.qint8),
         ),
         Condition(
             "format",

@@ -1,9 +1,12 @@
 """What ``aten::empty_strided`` is, and which calls our kernel takes."""
 
-import torch
-
 from twinkle.aten import Condition, Home, Kernel, OperatorSpec, Semantics
+from twinkle.aten.conditions import ordinary_memory
 from twinkle.aten.layouts import span
+
+
+def _of(device, size=(2,), stride=(1,), dtype=None, layout=None, pin_memory=None):
+    return list(size), list(stride), dtype, layout, device, pin_memory
 
 
 def _fits(size, stride, *_):
@@ -21,29 +24,12 @@ SPEC = OperatorSpec(
     semantics=Semantics.ALLOCATES,
     kernels={"torch": Kernel("kernel.torch_level:empty_strided_torch")},
     conditions=(
-        Condition(
-            "layout",
-            "layout is strided or left out",
-            lambda size, stride, dtype, layout, *_: layout in (None, torch.strided),
-            lambda device: ([2], [1], None, torch.sparse_coo, device, None),
-        ),
-        Condition(
-            "pinned",
-            "the memory isn't to be pinned",
-            lambda *arguments: not arguments[-1],
-            lambda device: ([2], [1], None, None, device, True),
-        ),
-        Condition(
-            "dtype",
-            "dtype is no quantized one",
-            lambda size, stride, dtype, *_: dtype not in (torch.qint8, torch.quint8, torch.qint32),
-            lambda device: ([2], [1], torch.qint8, None, device, None),
-        ),
+        *ordinary_memory(2, _of),
         Condition(
             "size",
             "sizes and strides are as many, none is negative, and the memory can be counted",
             _fits,
-            lambda device: ([3], [-1], None, None, device, None),
+            lambda device: _of(device, (3,), (-1,)),
         ),
     ),
     reference="reference:empty_strided_reference",

@@ -5,7 +5,7 @@ import functools
 import torch
 
 from twinkle.aten import Condition, Home, Kernel, OperatorSpec, Semantics
-from twinkle.aten.conditions import FLOATING, beside, one_device, tensor
+from twinkle.aten.conditions import FLOATING, beside, multiplied, one_device, tensor
 from twinkle.aten.layouts import broadcasts
 
 LONG = 1024
@@ -68,23 +68,6 @@ def _no_arguments(device):
     raise NotImplementedError("the process has these switches, not a call")
 
 
-def _multiplied(query, *_):
-    from twinkle.triton_programs import interpreted
-
-    if not interpreted():
-        return True
-    from twinkle.triton_dot import multiplies
-
-    return multiplies(query.dtype)
-
-
-def _bfloat16_where_it_is_not(device):
-    query = _ones(device, dtype=torch.bfloat16)
-    if _multiplied(query):
-        raise NotImplementedError("everything is multiplied here")
-    return _call(query)
-
-
 def _qkv(place, tensor):
     """A call with that tensor as query, key or value."""
     others = [_ones(tensor.device) for _ in range(3)]
@@ -109,12 +92,7 @@ SPEC = OperatorSpec(
                     lambda query, key, value, *_: max(query.shape[3], value.shape[3]) <= WIDEST,
                     lambda device: _call(_ones(device, 1, 1, 2, WIDEST + 1)),
                 ),
-                Condition(
-                    "interpreter",
-                    "where Triton interprets it, it multiplies numbers of the dtype",
-                    _multiplied,
-                    _bfloat16_where_it_is_not,
-                ),
+                multiplied(0, lambda t: _call(t[None, None])),
             ),
         ),
         "torch": Kernel("kernel.torch_level:scaled_dot_product_attention_torch"),

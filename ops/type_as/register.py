@@ -8,7 +8,7 @@ from twinkle.aten import Condition, Home, Kernel, OperatorSpec, Semantics
 from twinkle.aten.conditions import CASTABLE, beside, one_device, rounded, tensor
 from twinkle.aten.gradients import conversion
 from twinkle.aten.layouts import filled
-from twinkle.aten.movements import MOVEMENTS, movement_of_result
+from twinkle.aten.movements import CAST, MOVEMENTS, STILL, converted_to, movement_of_result
 from twinkle.aten.routes import Work
 
 
@@ -18,22 +18,13 @@ def _size(self, other):
 
 def _kind(self, other):
     found = movement_of_result(self, None)
-    return "cast" if "contiguous" in found else found
+    return CAST if found in STILL else found
 
 
 def _sample(movement, elements, device, dtype):
     """To a tensor of that dtype."""
     sizes, _, strides = MOVEMENTS[movement](elements)
-    other = torch.float32 if dtype is not torch.float32 else torch.bfloat16
-    return filled(1, sizes, strides, other, device), torch.ones(1, dtype=dtype, device=device)
-
-
-def _made(self, other):
-    return other.dtype
-
-
-def _to_bfloat16(device):
-    return torch.ones(3, 4, device=device), torch.ones(3, dtype=torch.bfloat16, device=device)
+    return filled(1, sizes, strides, converted_to(dtype), device), torch.ones(1, dtype=dtype, device=device)
 
 
 SPEC = OperatorSpec(
@@ -41,7 +32,9 @@ SPEC = OperatorSpec(
     home=Home.of(__name__, __file__),
     semantics=Semantics.MAY_ALIAS,
     kernels={
-        "triton": Kernel("kernel.triton_level:type_as_triton", (CASTABLE, rounded(_made, _to_bfloat16))),
+        "triton": Kernel(
+            "kernel.triton_level:type_as_triton", (CASTABLE, rounded(1, lambda t: (beside(t, dtype=torch.float32), t)))
+        ),
         "torch": Kernel("kernel.torch_level:type_as_torch"),
     },
     conditions=(
@@ -59,7 +52,7 @@ SPEC = OperatorSpec(
         _size,
         _kind,
         samples={
-            "cast": functools.partial(_sample, "contiguous"),
+            CAST: functools.partial(_sample, "contiguous"),
             # A transposed tensor keeps its order; what has gaps or is read more than once gets another one.
             **{name: functools.partial(_sample, name) for name in ("gaps", "broadcast")},
         },

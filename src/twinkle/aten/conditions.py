@@ -14,6 +14,7 @@ from twinkle.aten.layouts import is_dense
 from twinkle.aten.spec import Condition
 from twinkle.aten.strided import CASTS
 from twinkle.naming import dtype_name
+from twinkle.triton_programs import interpreted
 
 _is_functional = torch._is_functional_tensor
 """Whether a tensor stands for another one, as code that functionalizes a program makes them: it has no memory."""
@@ -215,40 +216,102 @@ SAME_DTYPE = Condition(
 """Of a copy's two leading arguments."""
 
 
-def rounded(made: Callable[..., torch.dtype | None], beyond: Callable[[torch.device], tuple[Any, ...]]) -> Condition:
-    """That where Triton's programs are interpreted, the numbers that a kernel makes are rounded to the nearest.
+def rounded(index: int, call: Call) -> Condition:
+    """That where Triton's programs are interpreted, numbers of a tensor argument's dtype are rounded to the nearest.
 
     Args:
-        made: of a call's arguments, the dtype in which the kernel makes numbers; None where it moves them as they are.
+        index: the argument's position in the schema; the kernel makes numbers of its dtype.
+        call: makes a call with a given tensor as that argument.
+    """
+    return _interpreted("rounds", _rounds, lambda *values: values[index].dtype, _bfloat16(call))
+
+
+def multiplied(index: int, call: Call) -> Condition:
+    """Likewise, that products of matrices are right; see :func:`rounded`."""
+    return _interpreted("multiplies", _multiplies, lambda *values: values[index].dtype, _bfloat16(call))
+
+
+def _interpreted(
+    verb: str,
+    does: Callable[[torch.dtype | None], bool],
+    made: Callable[..., torch.dtype | None],
+    beyond: Callable[[torch.device], tuple[Any, ...]],
+) -> Condition:
+    """That Triton does something with numbers of a dtype, as it may not where it interprets programs.
+
+    Args:
+        made: of a call's arguments, the dtype; None where there is nothing to do.
         beyond: makes a call whose numbers are bfloat16.
     """
 
-    def holds(*values: Any) -> bool:
-        return made(*values) is not torch.bfloat16 or _rounds()
-
     def bfloat16(device: torch.device) -> tuple[Any, ...]:
-        if _rounds():
-            raise NotImplementedError("they are rounded here")
+        if does(torch.bfloat16):
+            raise NotImplementedError("it does that here, in every dtype")
         return beyond(device)
 
-    return Condition("interpreter", "where Triton interprets it, it rounds numbers of the dtype", holds, bfloat16)
+    text = f"where Triton interprets it, it {verb} numbers of the dtype"
+    return Condition("interpreter", text, lambda *values: does(made(*values)), bfloat16)
 
 
-def _rounds() -> bool:
-    from twinkle.triton_programs import interpreted
+def _bfloat16(call: Call) -> Callable[[torch.device], tuple[Any, ...]]:
+    return lambda device: call(torch.ones(3, 4, dtype=torch.bfloat16, device=device))
 
-    if not interpreted():
+
+def _rounds(dtype: torch.dtype | None) -> bool:
+    if dtype is not torch.bfloat16 or not interpreted():
         return True
     from twinkle.triton_dot import rounds
 
     return rounds()
 
 
-ROUNDED_CAST = rounded(
+def _multiplies(dtype: torch.dtype | None) -> bool:
+    if dtype is None or not interpreted():
+        return True
+    from twinkle.triton_dot import multiplies
+
+    return multiplies(dtype)
+
+
+ROUNDED_CAST = _interpreted(
+    "rounds",
+    _rounds,
     lambda to, source, *_: None if to.dtype == source.dtype else to.dtype,
     lambda device: _pair(device, torch.bfloat16, torch.float32),
 )
-"""Of a copy's two leading arguments."""
+"""Of a copy's two leading arguments: where their dtypes are equal, numbers are moved as they are."""
+
+_QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32})
+
+
+def ordinary_memory(first: int, call: Callable[..., tuple[Any, ...]]) -> tuple[Condition, ...]:
+    """That an operator with the arguments ``dtype``, ``layout``, ``device`` and ``pin_memory`` needs nothing special.
+
+    Args:
+        first: the position of ``dtype`` in the schema; the others follow.
+        call: ``call(device, layout=…)`` makes a call with one of them.
+    """
+    return (
+        Condition(
+            "layout",
+            "layout is strided or left out",
+            lambda *values: values[first + 1] in (None, torch.strided),
+            lambda device: call(device, layout=torch.sparse_coo),
+        ),
+        Condition(
+            "pinned",
+            "the memory isn't to be pinned",
+            lambda *values: not values[first + 3],
+            lambda device: call(device, pin_memory=True),
+        ),
+        Condition(
+            "dtype",
+            "dtype is no quantized one",
+            lambda *values: values[first] not in _QUANTIZED,
+            lambda device: call(device, dtype=torch.qint8),
+        ),
+    )
+
 
 READABLE = frozenset(
     {
@@ -259,6 +322,7 @@ READABLE = frozenset(
 """What is read on the host as a Python number."""
 
 ONE_NUMBER = (
+    *tensor(0, "self", lambda t: (t,), without=("lazy-bits", "empty")),
     Condition(
         "elements",
         "self has one element",

@@ -73,8 +73,19 @@ WIDE, WIDE_KIND = 8, "wide {}"
 """The bytes of an element from which on a copy is of a kind of its own: there PyTorch's, which moves element by
 element, is near what memory allows in nearly every order."""
 
+STILL = ("contiguous", WIDE_KIND.format("contiguous"))
+"""The kinds of copies in which nothing changes its place."""
+
+CAST = "cast"
+"""The kind of those of them that convert numbers, wide or not."""
+
 MOVEMENTS = ORDERS | {WIDE_KIND.format(order): make for order, make in ORDERS.items()}
 """Kind -> a copy of that order, of about so many elements."""
+
+
+def converted_to(dtype: torch.dtype) -> torch.dtype:
+    """Of which dtype the numbers are that a copy converts to this one, to be timed."""
+    return torch.bfloat16 if dtype is torch.float32 else torch.float32
 
 
 def movement_of_result(self: torch.Tensor, memory_format: torch.memory_format | None) -> str:
