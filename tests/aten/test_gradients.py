@@ -17,8 +17,8 @@ from twinkle.aten.direct import _serving_on
 from twinkle.aten.harness.cases import cases
 from twinkle.aten.spec import WITHOUT_GRADIENT, OperatorSpec, Semantics
 
-EVERY = [each for name in catalog.names() for each in (catalog.operator(name), catalog.operator(name).companion)]
-DIFFERENTIABLE = [spec for spec in EVERY if spec is not None and not spec.semantics & WITHOUT_GRADIENT]
+EVERY = [part for name in catalog.names() for part in catalog.operator(name).parts]
+DIFFERENTIABLE = [spec for spec in EVERY if not spec.semantics & WITHOUT_GRADIENT]
 
 Back = Callable[..., tuple[torch.Tensor, ...]]
 """From the gradient of a result to those of the arguments, as often as is wanted."""

@@ -21,13 +21,15 @@ class Arguments:
     """Completes what the dispatcher hands over, which leaves out every argument that equals its default.
 
     Attributes:
+        names: of all, in the schema's order.
         leading: how many tensors, none of which can be left out, the arguments begin with.
     """
 
     def __init__(self, overload: torch._ops.OpOverload) -> None:
         declared = overload._schema.arguments
         self._defaults = [_default(argument) for argument in declared]
-        self._position = {argument.name: i for i, argument in enumerate(declared)}
+        self.names = tuple(argument.name for argument in declared)
+        self._position = {name: i for i, name in enumerate(self.names)}
         self._tensors = [i for i, argument in enumerate(declared) if isinstance(argument.type, torch.TensorType)]
         self._keyword_only = tuple(argument.name for argument in declared if argument.kwarg_only)
         self._positional = len(declared) - len(self._keyword_only)
@@ -84,6 +86,17 @@ def layout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | N
             return None
         key += (name, type(value), value)
     return tuple(key)
+
+
+def plain_type(argument: Any) -> str:
+    """The type of an argument of a schema by PyTorch's name, whether it may be None or not."""
+    name = str(argument.real_type)
+    return name.removeprefix("Optional[").removesuffix("]") if name.startswith("Optional[") else name
+
+
+def is_optional(argument: Any) -> bool:
+    """Whether an argument of a schema may be None."""
+    return str(argument.type).startswith("Optional[")
 
 
 def _default(argument: Any) -> Any:

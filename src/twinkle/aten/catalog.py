@@ -47,7 +47,7 @@ def chosen(wanted: Sequence[str] = ()) -> list[str]:
     found = list(wanted) or names()
     if not found:
         text = f"no installed distribution has an entry point of the group {GROUP}"
-        raise RegistrationError("no operators", Reason("unknown-operator", text, "pip install twinkle-kernel"))
+        raise RegistrationError.of("no operators", "unknown-operator", text, "pip install twinkle-kernel")
     return found
 
 
@@ -57,15 +57,15 @@ def operator(name: str) -> OperatorSpec:
     Raises:
         RegistrationError: no such operator, or its package can't be had; the message tells why.
     """
-    entries = [entry for entry in metadata.entry_points(group=GROUP) if entry.name == name]
+    entries = _entries(name)
     if not entries:
         known = names()
         text = f"no such operator; known: {', '.join(known) or 'none'}{did_you_mean(str(name), known)}"
-        raise RegistrationError(str(name), Reason("unknown-operator", text, _not_installed(str(name))))
+        raise RegistrationError.of(str(name), "unknown-operator", text, _not_installed(str(name)))
     named = sorted({entry.value for entry in entries})
     if len(named) > 1:  # which comes first is a matter of sys.path
         text = f"several entry points of that name: {', '.join(named)}"
-        raise RegistrationError(name, Reason("foreign-ops", text, "one distribution brings it"))
+        raise RegistrationError.of(name, "foreign-ops", text, "one distribution brings it")
     module, _, attribute = named[0].partition(":")
     try:
         spec = getattr(importlib.import_module(module), attribute)
@@ -74,19 +74,18 @@ def operator(name: str) -> OperatorSpec:
     except (Exception, SystemExit) as error:  # whatever a package raises that isn't the one that was meant
         raise RegistrationError(name, _why(module, error)) from error
     if not isinstance(spec, OperatorSpec):
-        raise RegistrationError(name, Reason("foreign-ops", f"{named[0]} is no OperatorSpec"))
+        raise RegistrationError.of(name, "foreign-ops", f"{named[0]} is no OperatorSpec")
     if spec.name != name:  # what is asked for by one name would be registered, counted and closed by another
         text = f"{named[0]} is the OperatorSpec of {spec.name}, which its entry point calls {name}"
-        raise RegistrationError(name, Reason("foreign-ops", text))
+        raise RegistrationError.of(name, "foreign-ops", text)
     return spec
 
 
 def brought_by(name: str) -> str | None:
     """Where an operator comes from, nothing of it being imported; None where no entry point names it."""
-    found = [entry for entry in metadata.entry_points(group=GROUP) if entry.name == name]
-    if not found:
+    entry = next(iter(_entries(name)), None)
+    if entry is None:
         return None
-    entry = found[0]
     of = "" if entry.dist is None else f" of the distribution {entry.dist.name}"
     return f"{entry.value}{of}, from {_place(entry.module.partition('.')[0]) or 'a package that is not on the path'}"
 
@@ -100,6 +99,10 @@ def packages() -> list[Package]:
         Package(package, _place(package), tuple(sorted(set(of))), _first_error(of))
         for package, of in sorted(by_package.items())
     ]
+
+
+def _entries(name: str) -> list[metadata.EntryPoint]:
+    return [entry for entry in metadata.entry_points(group=GROUP) if entry.name == name]
 
 
 def _place(package: str) -> str | None:

@@ -40,5 +40,10 @@ class RegistrationError(RuntimeError):
         self.reason, self.code = reason, reason.code
         self._made_of = operator, reason
 
+    @classmethod
+    def of(cls, operator: str, code: str, text: str, hint: str | None = None) -> RegistrationError:
+        """An error for the reason with that code, text and hint."""
+        return cls(operator, Reason(code, text, hint))
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._made_of

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NoReturn, Self
 
 from twinkle.aten.errors import RegistrationError
-from twinkle.reasons import Reason
 
 
 class Handle:
@@ -22,7 +21,7 @@ class Handle:
 
     def __enter__(self) -> Self:
         if self.closed:  # what follows would run without the kernel, and nobody be told
-            raise RegistrationError(repr(self), Reason("closed", "it isn't made again by entering it", "register anew"))
+            raise RegistrationError.of(repr(self), "closed", "it isn't made again by entering it", "register anew")
         return self
 
     def __exit__(self, *_: Any) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from twinkle.aten.errors import RegistrationError
-from twinkle.reasons import Reason, did_you_mean
+from twinkle.reasons import did_you_mean
 
 _MADE_UP = "_script_mode_"
 
@@ -70,7 +70,7 @@ class Home:
         return getattr(found, attribute)
 
     def _error(self, text: str) -> RegistrationError:
-        return RegistrationError(self.folder.name, Reason("bad-spec", text))
+        return RegistrationError.of(self.folder.name, "bad-spec", text)
 
 
 def spec_beside(module: str, folder: Path) -> Any:

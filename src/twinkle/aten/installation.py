@@ -6,6 +6,8 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
+
 from twinkle.aten import catalog
 from twinkle.aten.errors import RegistrationError
 from twinkle.aten.handle import Handle
@@ -73,7 +75,7 @@ def install(
     """
     if not (modes is None or isinstance(modes, Mapping)):
         text = f"modes is a mapping of operators to modes, not {modes!r}"
-        raise RegistrationError("install", Reason("bad-argument", text))
+        raise RegistrationError.of("install", "bad-argument", text)
     specs, left_out = _meant(operators)
     chosen = dict(modes or {})
     if isinstance(platform, Profile):
@@ -84,7 +86,7 @@ def install(
     installed = [spec.name for spec in specs]
     for unused in set(modes or ()) - set(installed):
         text = f"has a mode but isn't installed; installed: {', '.join(installed)}{did_you_mean(unused, installed)}"
-        raise RegistrationError(unused, Reason("unknown-operator", text))
+        raise RegistrationError.of(unused, "unknown-operator", text)
     if operators == "auto":
         found = platform_here("install", key, platforms_meant("install", key, name))
         slower = {spec.name: _why_not(spec, found, chosen.get(spec.name, "auto")) for spec in specs}
@@ -121,9 +123,9 @@ def _meant(operators: Any) -> tuple[list[OperatorSpec], dict[str, Reason]]:
     listed = [operators] * bool(operators) if isinstance(operators, str) else operators
     if not isinstance(listed, Collection) or isinstance(listed, Mapping) or not all(isinstance(n, str) for n in listed):
         text = f"operators are a list of names, 'all' or 'auto', not {operators!r}"
-        raise RegistrationError("install", Reason("bad-argument", text))
+        raise RegistrationError.of("install", "bad-argument", text)
     if not listed:
-        raise RegistrationError("install", Reason("bad-argument", "no operator is named", "names, 'all' or 'auto'"))
+        raise RegistrationError.of("install", "bad-argument", "no operator is named", "names, 'all' or 'auto'")
     for name in set(listed) - set(catalog.names()):
         _check_word(name, alone=isinstance(operators, str))
     return [catalog.operator(name) for name in dict.fromkeys(listed)], {}
@@ -134,17 +136,15 @@ def _check_word(name: str, alone: bool) -> None:
     several = [each for each in re.split(r"[\s,;]+", name) if each]
     if len(several) > 1:
         text = f"{name!r} is one name, and no operator's"
-        raise RegistrationError("install", Reason("unknown-operator", text, f"several are a list: {several!r}"))
+        raise RegistrationError.of("install", "unknown-operator", text, f"several are a list: {several!r}")
     word = nearest(name, [*catalog.names(), *WORDS])
     if word in WORDS:
         text = f"{name!r} is no operator" if alone else f"{name!r} is no operator, and a list holds only those"
-        raise RegistrationError("install", Reason("unknown-operator", text, f"did you mean {word!r} itself?"))
+        raise RegistrationError.of("install", "unknown-operator", text, f"did you mean {word!r} itself?")
 
 
 def _why_not(spec: OperatorSpec, platform: Platform, mode: str) -> Reason | None:
     """None when an operator's kernel, in that mode, wins somewhere on this machine, and loses nowhere."""
-    import torch
-
     from twinkle.aten.harness.listed import InputsError
 
     try:
@@ -153,12 +153,12 @@ def _why_not(spec: OperatorSpec, platform: Platform, mode: str) -> Reason | None
         size = size_for(torch.device(platform.device_type))
         rows = list(measure(spec, platform, size=size, rounds=10, seconds=0.5, mode=mode, peer=False))
     except InputsError as error:
-        raise RegistrationError(spec.name, Reason("bad-inputs", str(error))) from None
+        raise RegistrationError.of(spec.name, "bad-inputs", str(error)) from None
     except ModuleNotFoundError as error:
         if error.name != "yaml":
             raise
         text = "auto reads benchmark.yaml, and the package PyYAML is not installed"
-        raise RegistrationError(spec.name, Reason("no-package", text, "pip install 'twinkle-kernel[aten]'")) from error
+        raise RegistrationError.of(spec.name, "no-package", text, "pip install 'twinkle-kernel[aten]'") from error
     notes = dict.fromkeys(row.note for row in rows if row.note)
     if not wins(rows):
         text = "its kernel is faster than PyTorch's on none of its benchmark's calls"

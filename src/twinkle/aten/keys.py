@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
 from twinkle.aten.errors import RegistrationError
 from twinkle.platforms import PLATFORMS, Platform, get_platform
-from twinkle.reasons import Reason, nearest
-
-if TYPE_CHECKING:
-    import torch
+from twinkle.reasons import nearest
 
 DEFAULT_KEY = "AutogradPrivateUse1"
 
@@ -35,7 +32,7 @@ def platforms_meant(operator: str, dispatch_key: str, platform: str | None) -> l
     """
     for what, value in (("key", dispatch_key), ("platform's name", "" if platform is None else platform)):
         if not isinstance(value, str):
-            raise _error(operator, "bad-argument", f"a {what} is a string, not {value!r}")
+            raise RegistrationError.of(operator, "bad-argument", f"a {what} is a string, not {value!r}")
     if platform is not None:
         return [_named(operator, dispatch_key, platform)]
     _check_known(operator, dispatch_key)
@@ -54,14 +51,16 @@ def platform_here(operator: str, dispatch_key: str, candidates: list[Platform]) 
         return here[0]
     if here:
         names = " and ".join(p.name for p in here)
-        raise _error(operator, "ambiguous-key", f"key {dispatch_key} stands for {names} here", "say which: platform=…")
+        text = f"key {dispatch_key} stands for {names} here"
+        raise RegistrationError.of(operator, "ambiguous-key", text, "say which: platform=…")
     if len(candidates) == 1:
         (only,) = candidates
         text = f"no {only.name} ({only.device_type}) on this machine: {missing[only.name]}"
-        raise _error(operator, "no-device", text)
+        raise RegistrationError.of(operator, "no-device", text)
     looked_for = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
     hint = "on this machine: platform='cpu'" if dispatch_key == DEFAULT_KEY else None
-    raise _error(operator, "no-device", f"no device of the key {dispatch_key} on this machine: {looked_for}", hint)
+    text = f"no device of the key {dispatch_key} on this machine: {looked_for}"
+    raise RegistrationError.of(operator, "no-device", text, hint)
 
 
 def _named(operator: str, dispatch_key: str, name: str) -> Platform:
@@ -69,12 +68,12 @@ def _named(operator: str, dispatch_key: str, name: str) -> Platform:
         platform = get_platform(name)
     except ValueError as error:
         hint = f"that is a key: dispatch_key={name!r}" if name in _known() else None
-        raise _error(operator, "unknown-platform", str(error), hint) from None
+        raise RegistrationError.of(operator, "unknown-platform", str(error), hint) from None
     _check_known(operator, dispatch_key)
     accepted = (platform.autograd_key, platform.dispatch_key)
     if dispatch_key not in (*accepted, DEFAULT_KEY):
         text = f"key {dispatch_key} is not one of platform {platform.name}, whose keys are {' and '.join(accepted)}"
-        raise _error(operator, "foreign-key", text)
+        raise RegistrationError.of(operator, "foreign-key", text)
     return platform
 
 
@@ -84,18 +83,15 @@ def _known() -> list[str]:
 
 def _check_known(operator: str, dispatch_key: str) -> None:
     if dispatch_key in REFUSED:
-        raise _error(operator, "refused-key", f"key {dispatch_key} is refused: {REFUSED[dispatch_key]}")
+        raise RegistrationError.of(operator, "refused-key", f"key {dispatch_key} is refused: {REFUSED[dispatch_key]}")
     known = _known()
     if dispatch_key not in known:
         names = [name for p in PLATFORMS.values() for name in (p.name, *p.aliases)]
         meant = nearest(dispatch_key, [*known, *names])
         close = f"; did you mean {meant!r}?" if meant in known else ""
         hint = f"a platform goes by its name: platform={meant!r}" if meant in names else None
-        raise _error(operator, "unknown-key", f"unknown key {dispatch_key!r}; known: {', '.join(known)}{close}", hint)
-
-
-def _error(operator: str, code: str, text: str, hint: str | None = None) -> RegistrationError:
-    return RegistrationError(operator, Reason(code, text, hint))
+        text = f"unknown key {dispatch_key!r}; known: {', '.join(known)}{close}"
+        raise RegistrationError.of(operator, "unknown-key", text, hint)
 
 
 def effective_keys(overload: torch._ops.OpOverload, platform: Platform) -> tuple[str, ...]:
@@ -120,12 +116,8 @@ def effective_keys(overload: torch._ops.OpOverload, platform: Platform) -> tuple
 
 def is_dispatched(overload: torch._ops.OpOverload) -> bool:
     """Whether the dispatcher knows an overload: some exist in TorchScript only, and it raises when asked about them."""
-    import torch
-
     return torch._C._dispatch_has_kernel(overload.name())
 
 
 def _has_kernel(overload: torch._ops.OpOverload, key: str) -> bool:
-    import torch
-
     return torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), key)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from twinkle.aten.router import quietly
 from twinkle.triton_programs import Launch, Program, interpreted
 
 WARPS = 4
@@ -53,12 +54,22 @@ def program(
         views: see :class:`twinkle.triton_programs.Launch`.
     """
     made = Program(kernel, Launch((programs,), scalars, constants, warps, views))
-    return _quiet(made) if interpreted() else made
+    return _interpreting()(made) if interpreted() else made
 
 
-def _quiet(made: Program) -> Callable[..., None]:
-    def run(*tensors: torch.Tensor) -> None:
-        with quietly():
-            made(*tensors)
+_here = threading.local()
 
-    return run
+
+@contextlib.contextmanager
+def _interpreting() -> Iterator[None]:
+    before, _here.interpreting = is_interpreting(), True
+    try:
+        yield
+    finally:
+        _here.interpreting = before
+
+
+def is_interpreting() -> bool:
+    """Whether Triton's interpreter runs a program in this thread: what it calls of PyTorch, to move a kernel's
+    arguments, is not the kernel's doing."""
+    return getattr(_here, "interpreting", False)

@@ -6,12 +6,14 @@ from typing import Any
 
 from twinkle.aten.availability import triton_missing
 from twinkle.aten.errors import RegistrationError
-from twinkle.aten.profiles import MODES
 from twinkle.aten.routes import routes_of
 from twinkle.aten.serving import Serving, best_level
 from twinkle.aten.spec import OperatorSpec
 from twinkle.platforms import Platform
-from twinkle.reasons import Reason, did_you_mean
+from twinkle.reasons import did_you_mean
+
+MODES = ("auto", "triton", "native")
+"""Who serves an operator's calls."""
 
 
 class _Native(Serving):
@@ -28,7 +30,7 @@ def check_mode(operator: str, mode: str) -> None:
     """Raises a RegistrationError for a mode that doesn't exist."""
     if mode not in MODES:
         text = f"unknown mode {mode!r}; known: {', '.join(MODES)}{did_you_mean(str(mode), MODES)}"
-        raise RegistrationError(operator, Reason("unknown-mode", text))
+        raise RegistrationError.of(operator, "unknown-mode", text)
 
 
 def serving_in_mode(spec: OperatorSpec, platform: Platform, mode: str) -> Serving:
@@ -44,8 +46,8 @@ def serving_in_mode(spec: OperatorSpec, platform: Platform, mode: str) -> Servin
         level = best_level(spec, platform)
         return Serving(spec, platform, level, routes=routes_of(spec.name, spec.work, platform, level))
     if "triton" not in spec.kernels:
-        raise RegistrationError(spec.name, Reason("no-triton", "it has no Triton kernel", "mode 'auto'"))
+        raise RegistrationError.of(spec.name, "no-triton", "it has no Triton kernel", "mode 'auto'")
     missing = triton_missing(platform)
     if missing is not None:
-        raise RegistrationError(spec.name, Reason("no-triton", f"Triton doesn't run on {platform.name}: {missing}"))
+        raise RegistrationError.of(spec.name, "no-triton", f"Triton doesn't run on {platform.name}: {missing}")
     return Serving(spec, platform, "triton", routed=False)

@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from twinkle.aten import catalog
 from twinkle.aten.fields import MAPPING, WORD, WORDS, Field, check, read_yaml
+from twinkle.aten.modes import MODES
 from twinkle.aten.shipped import shipped
 from twinkle.platforms import Platform, get_platform
 from twinkle.reasons import Reason, did_you_mean
-
-MODES = ("auto", "triton", "native")
-"""Who serves an operator's calls."""
 
 VARIABLE = "TWINKLE_PROFILES"
 """Folders with profiles of the user's own, divided as ``PATH`` is."""
@@ -85,8 +85,6 @@ class Profile:
 
     def missing(self) -> Reason | None:
         """None when this machine has the device, else the reason: no such platform, or fewer of its devices."""
-        import torch
-
         missing = self.found.missing()
         if missing is not None:
             return missing

@@ -33,7 +33,7 @@ if hasattr(os, "register_at_fork"):
 _active: dict[tuple[str, str], Registration] = {}
 """(operator, dispatch key) -> what is installed there: dropping a handle must not undo it."""
 
-_passing: list[Registration] = []
+_buried: list[Registration] = []
 """Closed while somebody else's kernel stood on top, and not taken out yet, oldest first."""
 
 _GRACE_SECONDS = 2.0
@@ -95,7 +95,7 @@ class Registration(Handle):
         except BaseException as error:
             self._library._destroy()
             if isinstance(error, RuntimeError):  # before PyTorch 2.13: where Python code of others stands already
-                raise RegistrationError(self.operator, Reason("already-registered", str(error))) from error
+                raise RegistrationError.of(self.operator, "already-registered", str(error)) from error
             raise
 
     def _take_out(self) -> None:
@@ -144,10 +144,13 @@ class Registration(Handle):
     @property
     def counts(self) -> Counting:
         """What became of the calls until now."""
-        counts = self._traffic.counts
+        self.look_for_compiled()
+        return self._traffic.counts
+
+    def look_for_compiled(self) -> None:
+        """Notes among the counts whether something was compiled meanwhile: no call of ours tells."""
         if not self.closed:
-            counts.compiled = compiled_graphs() != self._graphs
-        return counts
+            self._traffic.counts.compiled = compiled_graphs() != self._graphs
 
     def count_in(self, counts: Counting) -> None:
         """From now on calls are counted there, from what it holds already."""
@@ -166,7 +169,7 @@ class Registration(Handle):
         that finds it on top, a second one of this handle included.
         """
         with _lock:
-            _take_out_passing()
+            _take_out_buried()
             if self.closed:
                 return
             if self.derivative is not None:
@@ -181,10 +184,10 @@ class Registration(Handle):
             if covered:
                 text = "%s: something else was registered on top at %s: not taken out, but passing every call on"
                 logger.warning(text, self.operator, ", ".join(covered))
-                _passing.append(self)
+                _buried.append(self)
                 return
             self._take_out()
-            _take_out_passing()  # what this one stood on
+            _take_out_buried()  # what this one stood on
             while _retired and _retired[0][0] < time.monotonic() - _GRACE_SECONDS:
                 _retired.popleft()
 
@@ -203,12 +206,12 @@ def register(
         raise NotRegistrableError(spec.name, spec.by_design)
     found = platform_here(spec.name, dispatch_key, candidates)
     with _lock:
-        _take_out_passing()
+        _take_out_buried()
         registration = Registration(spec, found, {} if counter is None else counter, mode)
         for key in registration.keys:
             if (spec.name, key) in _active:
                 text = f"is registered already at {key}, by {_active[spec.name, key]!r}"
-                raise RegistrationError(spec.name, Reason("already-registered", text, "close() that one first"))
+                raise RegistrationError.of(spec.name, "already-registered", text, "close() that one first")
         registration._install()
         _active.update({(spec.name, key): registration for key in registration.keys})
         try:
@@ -224,24 +227,24 @@ def register(
     return registration
 
 
-def _take_out_passing() -> None:
+def _take_out_buried() -> None:
     """Takes out what was closed below somebody else's kernel, where that is gone by now."""
     covered = set(_active)
-    for registration in reversed(_passing):
+    for registration in reversed(_buried):
         # The newest first: whatever stands above one of ours stands above the older ones of that operator, too.
         at = {(registration.operator, key) for key in registration.keys}
         if at & covered or registration._covered_keys():
             covered |= at
         else:
             registration._take_out()
-            _passing.remove(registration)
+            _buried.remove(registration)
 
 
 def _check_counter(operator: str, counter: Any) -> None:
     """It is written only once the registration stands."""
     if counter is not None and not (isinstance(counter, dict) and isinstance(counter.get("n", 0), int)):
         text = f"a counter is a dictionary whose 'n' is a whole number, not {counter!r}"
-        raise RegistrationError(operator, Reason("bad-argument", text))
+        raise RegistrationError.of(operator, "bad-argument", text)
 
 
 def _begin_counting(registration: Registration) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from twinkle.aten.below import Below
+from twinkle.aten.launch import is_interpreting
 from twinkle.aten.serving import Serving, interference, unseen
 from twinkle.reasons import Counting
 
@@ -28,20 +28,6 @@ class Traffic:
         self.counter = counter
         self.flight = serving.flight
         self.open = True
-
-
-_quiet = threading.local()
-
-
-@contextlib.contextmanager
-def quietly() -> Iterator[None]:
-    """While Triton's interpreter moves a kernel's arguments: what it calls for that is not the kernel's doing."""
-    before = getattr(_quiet, "on", False)
-    _quiet.on = True
-    try:
-        yield
-    finally:
-        _quiet.on = before
 
 
 def make_router(traffic: Traffic, below: Below, at_autograd: bool) -> Callable[..., Any]:
@@ -67,7 +53,7 @@ def make_router(traffic: Traffic, below: Below, at_autograd: bool) -> Callable[.
 
     def router(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if flight.busy or not traffic.open:
-            flight.called_itself = flight.called_itself or not getattr(_quiet, "on", False)
+            flight.called_itself = flight.called_itself or not is_interpreting()
             return native(keyset, wrap_numbers(args), kwargs)
         if notes_arrival:
             flight.arrived = True

@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from twinkle.aten.errors import RegistrationError
 from twinkle.aten.home import Home
 from twinkle.aten.keys import DEFAULT_KEY, is_dispatched
 from twinkle.aten.routes import Work
 from twinkle.platforms import PLATFORMS
-from twinkle.reasons import Reason, did_you_mean
+from twinkle.reasons import did_you_mean
 
 if TYPE_CHECKING:
-    import torch
-
     from twinkle.aten.registration import Registration
 
 
@@ -87,12 +87,12 @@ class Kernel:
     with_pullback: str | None = None
 
 
-Pullback = Callable[..., "tuple[torch.Tensor | None, ...]"]
+Pullback = Callable[..., tuple[torch.Tensor | None, ...]]
 """What makes the gradients of the leading arguments from the result's, and from the tensors that were kept for it."""
-WithPullback = tuple["torch.Tensor", Pullback, *tuple["torch.Tensor", ...]]
+WithPullback = tuple[torch.Tensor, Pullback, *tuple[torch.Tensor, ...]]
 """The result, its pullback, and the tensors that it is called with after the result's gradient: autograd keeps them,
 frees them after use, and shows them to hooks on what is saved. A closure would hold them behind its back."""
-Gradient = Callable[[Callable[..., "torch.Tensor"], "list[Any]"], "tuple[torch.Tensor, Pullback]"]
+Gradient = Callable[[Callable[..., torch.Tensor], list[Any]], tuple[torch.Tensor, Pullback]]
 """``gradient(kernel, arguments)`` -> the result, and what makes the gradients of the leading arguments from its own.
 
 The latter is made of differentiable operators, so that gradients of gradients exist.
@@ -160,7 +160,7 @@ class OperatorSpec:
 
     def __post_init__(self) -> None:
         for problem in self._problems():
-            raise RegistrationError(self.name, Reason("bad-spec", f"its OperatorSpec can't be used: {problem}"))
+            raise RegistrationError.of(self.name, "bad-spec", f"its OperatorSpec can't be used: {problem}")
 
     def _problems(self) -> Iterator[str]:
         """What an author may get wrong; the first is enough."""
@@ -199,8 +199,6 @@ class OperatorSpec:
         Raises:
             RegistrationError: it has no such operator, or one with another schema.
         """
-        import torch
-
         overload_name = self.schema.partition("(")[0].partition(".")[2]
         packet = getattr(torch.ops.aten, self.name, None)
         name = overload_name or "default"
@@ -210,7 +208,7 @@ class OperatorSpec:
         found = "none" if overload is None else str(overload._schema).removeprefix("aten::")
         if found != self.schema:
             text = f"this PyTorch ({torch.__version__}) has another schema than the kernels were written for: {found}"
-            raise RegistrationError(self.name, Reason("schema", text, f"written for {self.schema}"))
+            raise RegistrationError.of(self.name, "schema", text, f"written for {self.schema}")
         assert overload is not None
         return overload
 
@@ -220,10 +218,13 @@ class OperatorSpec:
         return None if self.derivative is None else self.home.load(self.derivative)
 
     @property
+    def parts(self) -> tuple[OperatorSpec, ...]:
+        """This operator, and the one that ``derivative`` names: what has kernels, inputs and golden data of its own."""
+        return (self,) if self.companion is None else (self, self.companion)
+
+    @property
     def native(self) -> Callable[..., Any]:
         """PyTorch's own operator, to be called."""
-        import torch
-
         # A dtype that an operator gives is a number where it is called by its overload.
         return getattr(torch, self.name) if Semantics.METADATA in self.semantics else self.overload
 
@@ -246,7 +247,7 @@ class OperatorSpec:
                 machine, or the operator is registered already. Nothing was changed.
             NotRegistrableError: a NotImplementedError; the operator is never registered, by design.
         """
-        from twinkle.aten.registration import register
+        from twinkle.aten.registration import register  # here, since it imports specs
 
         return register(self, dispatch_key, counter, platform)
 
@@ -255,6 +256,6 @@ class OperatorSpec:
 
         Calls that the kernel doesn't take go to PyTorch's own operator.
         """
-        from twinkle.aten.direct import call
+        from twinkle.aten.direct import call  # likewise
 
         return call(self, args, kwargs)

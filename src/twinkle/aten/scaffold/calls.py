@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from twinkle.aten.arguments import Arguments
+from twinkle.aten.arguments import Arguments, plain_type
 from twinkle.aten.harness.cases import Case
-from twinkle.aten.scaffold.overloads import TYPES, is_given_tensor, plain_type
+from twinkle.aten.scaffold.overloads import TYPES, is_given_tensor
 
 CANDIDATES: dict[str, Callable[[list[int]], Sequence[Any]]] = {
     "int": lambda shape: (1, 0, 2),

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from twinkle.aten.arguments import Arguments, plain_type
 from twinkle.aten.harness.cases import Case
 from twinkle.aten.scaffold.calls import Pattern, attempt, described, tensors_of, values_for
-from twinkle.aten.scaffold.overloads import TYPES, plain_type
+from twinkle.aten.scaffold.overloads import TYPES
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 """Of a case that names none, as far as PyTorch has the operator for them on the CPU."""
@@ -220,9 +221,7 @@ def _has_gradient(overload: torch._ops.OpOverload, arguments: dict[str, Any]) ->
     """Whether PyTorch's own passes the comparison that ours will be put to."""
     values = Case("tried", overload, torch.float64, arguments).values()
     inputs = [v.requires_grad_() for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()]
-    names = [argument.name for argument in overload._schema.arguments]
-    by_name = dict(zip(names, values, strict=True))
     try:
-        return torch.autograd.gradcheck(lambda *_: overload(**by_name), inputs)
+        return torch.autograd.gradcheck(lambda *_: Arguments(overload).call(overload, values), inputs)
     except Exception:  # no gradient, or none at these numbers
         return False

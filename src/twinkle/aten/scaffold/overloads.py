@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from twinkle.aten import catalog
+from twinkle.aten.arguments import is_optional, plain_type
 from twinkle.aten.errors import RegistrationError
 from twinkle.aten.gradients import decomposition
 from twinkle.aten.keys import is_dispatched
-from twinkle.reasons import Reason, did_you_mean
+from twinkle.reasons import did_you_mean
 
 TYPES = {
     "Tensor": "torch.Tensor",
@@ -46,30 +47,31 @@ def overload_of(name: str, schema: str | None) -> torch._ops.OpOverload:
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
     if not isinstance(packet, torch._ops.OpOverloadPacket):
         known = [found.removeprefix("aten::").partition(".")[0] for found in torch._C._dispatch_get_all_op_names()]
-        raise error(name, "unknown-operator", f"PyTorch has no aten::{name}{did_you_mean(name, known)}")
+        raise RegistrationError.of(name, "unknown-operator", f"PyTorch has no aten::{name}{did_you_mean(name, known)}")
     every = [getattr(packet, each) for each in packet.overloads()]
     overloads = [each for each in every if is_dispatched(each)]
     wanted = None if schema is None else schema.removeprefix("aten::").strip()
     if not overloads or any(text_of(each) == wanted for each in every if each not in overloads):
-        raise error(name, "kind", "PyTorch's dispatcher doesn't know it: it exists in TorchScript only")
+        raise RegistrationError.of(name, "kind", "PyTorch's dispatcher doesn't know it: it exists in TorchScript only")
     fitting = {text_of(each): each for each in overloads if _makes_one_tensor(each)}
     if not fitting:
         text = "it makes no new tensor, or several, or takes none by itself"
-        raise error(name, "kind", text, "begin with a copy of ops/copy_ or ops/item")
+        raise RegistrationError.of(name, "kind", text, "begin with a copy of ops/copy_ or ops/item")
     listed = "".join(f"\n  {text}" for text in fitting)
     if wanted is not None:
         overload = fitting.get(wanted)
         if overload is None:
-            raise error(name, "schema", f"no overload that makes one new tensor has this schema; there are:{listed}")
+            text = f"no overload that makes one new tensor has this schema; there are:{listed}"
+            raise RegistrationError.of(name, "schema", text)
     else:
         default = [each for each in fitting.values() if each._overloadname == "default"] or list(fitting.values())
         if len(default) > 1:
-            raise error(name, "schema", f"pass one of its overloads as --schema:{listed}")
+            raise RegistrationError.of(name, "schema", f"pass one of its overloads as --schema:{listed}")
         (overload,) = default
     for argument in overload._schema.arguments:
         if plain_type(argument) not in TYPES:
             text = f"its argument {argument.name} is of the type {argument.type}; known: {', '.join(TYPES)}"
-            raise error(name, "kind", text)
+            raise RegistrationError.of(name, "kind", text)
     return overload
 
 
@@ -81,7 +83,8 @@ def check_free(name: str) -> None:
     """
     where = catalog.brought_by(name)
     if where is not None:
-        raise error(name, "exists", f"there is one already, and two can't be told apart: {where}", "edit that one")
+        text = f"there is one already, and two can't be told apart: {where}"
+        raise RegistrationError.of(name, "exists", text, "edit that one")
 
 
 def is_taken_apart(overload: torch._ops.OpOverload) -> bool:
@@ -101,22 +104,6 @@ def _makes_one_tensor(overload: torch._ops.OpOverload) -> bool:
     return takes and new and not schema.is_mutable
 
 
-def plain_type(argument: Any) -> str:
-    """An argument's type by PyTorch's name, whether it may be left out or not."""
-    name = str(argument.real_type)
-    return name.removeprefix("Optional[").removesuffix("]") if name.startswith("Optional[") else name
-
-
-def is_optional(argument: Any) -> bool:
-    """Whether it may be None."""
-    return str(argument.type).startswith("Optional[")
-
-
 def is_given_tensor(argument: Any) -> bool:
     """Whether it is a tensor at each call."""
     return plain_type(argument) == "Tensor" and not is_optional(argument)
-
-
-def error(name: str, code: str, text: str, hint: str | None = None) -> RegistrationError:
-    """What is wrong with an operator as one to make a package for."""
-    return RegistrationError(name, Reason(code, text, hint))

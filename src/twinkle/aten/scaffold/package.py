@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from twinkle.aten.arguments import Arguments
+from twinkle.aten.arguments import Arguments, is_optional, plain_type
+from twinkle.aten.errors import RegistrationError
 from twinkle.aten.scaffold.calls import TRIED, Pattern, attempt, described, pattern_of, tensors_of, values_for
 from twinkle.aten.scaffold.inputs import inputs, timed
-from twinkle.aten.scaffold.overloads import TYPES, error, is_optional, plain_type, text_of
+from twinkle.aten.scaffold.overloads import TYPES, text_of
 from twinkle.aten.scaffold.place import Place
 from twinkle.aten.shipped import shipped
 
@@ -41,7 +42,7 @@ def make(overload: torch._ops.OpOverload, folder: Path) -> Path:
     place = Place.of(folder)
     package = folder / name
     if package.exists():
-        raise error(name, "exists", f"{package} is there already", "remove it, or edit it")
+        raise RegistrationError.of(name, "exists", f"{package} is there already", "remove it, or edit it")
     values = _values(name, overload) | {"module": place.module(name), "path": place.path(name)}
     templates = shipped("template")
     for file in sorted(templates.rglob(f"*{_SUFFIX}")):

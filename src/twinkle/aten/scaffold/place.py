@@ -7,7 +7,7 @@ import keyword
 from dataclasses import dataclass
 from pathlib import Path
 
-from twinkle.aten.scaffold.overloads import error
+from twinkle.aten.errors import RegistrationError
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Place:
         for name in names:
             if not name.isidentifier() or keyword.iskeyword(name):
                 text = f"{folder} can't be imported from: {name!r} is no name that a package can have in Python"
-                raise error("new", "bad-argument", text, "another --folder, such as chip_ops")
+                raise RegistrationError.of("new", "bad-argument", text, "another --folder, such as chip_ops")
         return cls(folder, ".".join(names), root)
 
     @property

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from twinkle.aten.catalog import GROUP
 from twinkle.aten.errors import RegistrationError
-from twinkle.aten.scaffold.overloads import error
 
 HEADER = f'[project.entry-points."{GROUP}"]'
 
@@ -77,4 +76,4 @@ def _with_line(text: str, name: str, line: str) -> str:
 
 
 def _refused(name: str, line: str, why: str) -> RegistrationError:
-    return error(name, "bad-argument", why, f"write it yourself, in the section {HEADER}: {line}")
+    return RegistrationError.of(name, "bad-argument", why, f"write it yourself, in the section {HEADER}: {line}")
