@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from twinkle.engines import records
+from twinkle.engines.vllm import PREFIX
 from twinkle.reasons import Counts, did_you_mean
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ CHOICES = ("report", "stop")
 
 WISHES = (OPERATORS, PLATFORM, FOLDER, ON_ERROR)
 
-WARNED = "TWINKLE_A1_REPORT_FAILED"
+WARNED_OF_FOLDER = "TWINKLE_A1_REPORT_FAILED"
 """Set by the first process that can't write its record, for those that it starts: one WARNING is enough for a run."""
 
 WARNED_OF_WISHES = "TWINKLE_A1_WISHES_FAILED"
@@ -107,8 +108,7 @@ class Activation:
             self._files = records.Files(Path(folder), record)
         except OSError as problem:
             self._files = None
-            if os.environ.setdefault(WARNED, str(os.getpid())) == str(os.getpid()):
-                logger.warning("no report of the operators: %s, named by %s: %s", folder, FOLDER, problem)
+            _warn_once(WARNED_OF_FOLDER, f"no report of the operators: {folder}, named by {FOLDER}: {problem}")
         for name, made in registrations.items():
             made.count_in(Counts() if self._files is None else self._files.counts[name])
         if self._files is not None and registrations:
@@ -124,7 +124,7 @@ class Activation:
         registrations = list(self._registrations().values())
         while True:
             for made in registrations:
-                _ = made.counts  # asking notes it
+                made.look_for_compiled()
             time.sleep(GLANCE_SECONDS)
 
     def _left_out(self) -> dict[str, str]:
@@ -166,18 +166,24 @@ def _warn_of_wishes() -> None:
 
     ``TWINKLE_A1_OPS=`` with nothing in it says that no operator is wanted.
     """
-    given = [name for name in os.environ if name.startswith("TWINKLE_A1_")]
+    given = [name for name in os.environ if name.startswith(PREFIX)]
     said = [
         f"{name} is no variable of ours{did_you_mean(name, WISHES)}"
         for name in given
-        if name not in (*WISHES, WARNED, WARNED_OF_WISHES)
+        if name not in (*WISHES, WARNED_OF_FOLDER, WARNED_OF_WISHES)
     ]
     vain = [name for name in given if name in WISHES]
     if vain and OPERATORS not in os.environ:
         said.append(f"{', '.join(vain)}: set, but {OPERATORS} is not, so that no operator is activated")
-    if said and WARNED_OF_WISHES not in os.environ:
-        os.environ[WARNED_OF_WISHES] = str(os.getpid())
-        logger.warning("%s", "; ".join(said))
+    if said:
+        _warn_once(WARNED_OF_WISHES, "; ".join(said))
+
+
+def _warn_once(noted: str, text: str) -> None:
+    """One WARNING in a run: the variable tells the processes that this one starts, and itself later on."""
+    if noted not in os.environ:
+        os.environ[noted] = str(os.getpid())
+        logger.warning("%s", text)
 
 
 def _in_child() -> None:

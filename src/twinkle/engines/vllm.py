@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import os
 
+PREFIX = "TWINKLE_A1_"
+"""What the names of all variables of the environment that mean us begin with."""
+
 
 def register() -> None:
     """Activates the operators that the environment asks for, see :func:`twinkle.engines.activation.activate`."""
-    if any(name.startswith("TWINKLE_A1_") for name in os.environ):
+    if any(name.startswith(PREFIX) for name in os.environ):
         from twinkle.engines.activation import activate
 
         activate()

@@ -19,6 +19,7 @@ from twinkle.aten.profiles import Profile
 from twinkle.aten.spec import OperatorSpec, Semantics
 from twinkle.engines import activation
 from twinkle.engines.merged import merged
+from twinkle.engines.vllm import PREFIX
 
 PRESETS = ("llama", "qwen3")
 TOKENS = 16
@@ -93,8 +94,7 @@ def generate(
         "look": look,
         "kill": kill,
     }
-    ours = (activation.OPERATORS, activation.PLATFORM, activation.FOLDER, activation.ON_ERROR, activation.WARNED)
-    own = {name: value for name, value in os.environ.items() if name not in ours}
+    own = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
     done = subprocess.run(
         [sys.executable, str(_MAIN)],
         input=json.dumps(task),
