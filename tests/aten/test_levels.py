@@ -30,7 +30,7 @@ def test_the_kernel(spec: OperatorSpec, chip: Profile) -> None:
     assert outcome.problems == []
     assert outcome.state == "passed"
     ran = {level for level, found in outcome.facts.items() if found.endswith("cases")}
-    parts = [(each, "" if each is spec else f" of {each.name}") for each in (spec, spec.companion) if each is not None]
+    parts = [(each, "" if each is spec else f" of {each.name}") for each in spec.parts]
     assert ran == {f"{level}{of}" for each, of in parts for level in each.kernels if level == "torch" or TRITON}
 
 

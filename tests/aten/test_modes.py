@@ -289,8 +289,10 @@ def test_the_packaging_program(tmp_path: Path) -> None:
     assert code == 3 and text.startswith("not run: no ascend on this machine")
 
 
-def test_a_broken_way_in_is_a_failed_cell(monkeypatch: pytest.MonkeyPatch, chip: Profile) -> None:
-    monkeypatch.setattr(packaging, "_CHILD", packaging._CHILD.replace('counter["n"] > 0', 'counter["n"] > 9999'))
+def test_a_broken_way_in_is_a_failed_cell(monkeypatch: pytest.MonkeyPatch, chip: Profile, tmp_path: Path) -> None:
+    broken = tmp_path / "packaging_main.py"
+    broken.write_text(packaging._MAIN.read_text(encoding="utf-8").replace('counter["n"] > 0', 'counter["n"] > 9999'))
+    monkeypatch.setattr(packaging, "_MAIN", broken)
     found = packaging.way_in("clone", "script", chip, packaging.STAGES)
     assert (found["import"], found["register"]) == ("passed", "passed")
     assert found["execute"].startswith("failed: AssertionError: Counts(kernel=")

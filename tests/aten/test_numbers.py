@@ -13,7 +13,7 @@ from tests.aten.conftest import DEVICE, INTERPRETED
 from twinkle.aten import Profile, catalog
 from twinkle.aten.harness import op_level
 from twinkle.aten.harness.compare import same_bits
-from twinkle.aten.harness.numbers import number_calls
+from twinkle.aten.harness.unlisted import number_calls
 from twinkle.aten.numbers import NUMBERS, as_tensor
 from twinkle.aten.spec import OperatorSpec
 

@@ -12,7 +12,7 @@ import torch
 from tests.aten.conftest import DEVICE
 from twinkle.aten import Profile, catalog
 from twinkle.aten.harness import op_level
-from twinkle.aten.harness.refused import refused_calls
+from twinkle.aten.harness.unlisted import refused_calls
 from twinkle.aten.spec import OperatorSpec
 
 

@@ -161,7 +161,7 @@ def test_a_condition_that_looks_at_elements_must_say_so(clone: OperatorSpec, chi
 
 
 def test_all_conditions_of_the_library_say_so(spec: OperatorSpec) -> None:
-    for each in filter(None, (spec, spec.companion)):
+    for each in spec.parts:
         conditions = [
             *each.conditions,
             *each.routing,
@@ -184,7 +184,7 @@ def lazy_calls(spec: OperatorSpec, chip: Profile) -> Iterator[tuple[str, list[An
 
 def test_a_call_with_lazy_bits_after_one_like_it_without(registrable: OperatorSpec, chip: Profile) -> None:
     """Which is taken, and remembered. The kernel takes the other one of the same elements only if it knows of such."""
-    for spec in filter(None, (registrable, registrable.companion)):
+    for spec in registrable.parts:
         operator = functools.partial(Arguments(spec.overload).call, spec.native)
         for name, plain, lazy in lazy_calls(spec, chip):
             expected = result_or_error(operator, plain)

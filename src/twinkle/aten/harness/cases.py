@@ -63,9 +63,10 @@ class Case:
             name: copied(given[name], device) if name in given else self._value(name, described, device)
             for name, described in self.described.items()
         }
-        if any(argument.name == "device" for argument in self.overload._schema.arguments):
+        arguments = Arguments(self.overload)
+        if "device" in arguments.names:
             named["device"] = torch.device(device)
-        return Arguments(self.overload).bind((), named)
+        return arguments.bind((), named)
 
     def _value(self, name: str, described: Any, device: torch.device | str) -> Any:
         if isinstance(described, dict):

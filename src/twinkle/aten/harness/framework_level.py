@@ -70,7 +70,7 @@ def compare(outcome: Outcome, specs: Sequence[OperatorSpec], profile: Profile) -
 
 def _compare(outcome: Outcome, specs: list[OperatorSpec], profile: Profile, model: dict[str, Any]) -> None:
     random = any(Semantics.RANDOM in spec.semantics for spec in specs)
-    rounds = any(Semantics.ROUNDS in each.semantics for spec in specs for each in (spec, spec.companion) if each)
+    rounds = any(Semantics.ROUNDS in each.semantics for spec in specs for each in spec.parts)
     ours, our_numbers = observe(specs, profile, model)
     other, other_numbers = observe(specs if random else [], profile, model)
     if rounds and not random:
@@ -99,7 +99,7 @@ Observed = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
 
 def observe(specs: list[OperatorSpec], profile: Profile, model: dict[str, Any]) -> Observed:
-    """What a model does in a process of its own with operators registered: see ``harness.model.observe_model``.
+    """What a model does in a process of its own with operators registered: see ``harness.model_main.observe_model``.
 
     Returns:
         what that function returns; the loss and the gradients.
@@ -114,7 +114,7 @@ def observe(specs: list[OperatorSpec], profile: Profile, model: dict[str, Any]) 
         for spec in specs
     ]
     task: dict[str, Any] = {"device": profile.device, "model": model, "registrations": registrations}
-    command = [sys.executable, "-P", "-m", "twinkle.aten.harness.model"]  # not what lies in the folder that we are in
+    command = [sys.executable, "-P", "-m", "twinkle.aten.harness.model_main"]  # nothing that lies in the current folder
     with tempfile.TemporaryDirectory() as folder:
         task["kept"] = str(Path(folder, "numbers.pt"))
         try:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from twinkle.aten.arguments import Arguments
 from twinkle.aten.harness.cases import Case, cases, copied
 from twinkle.aten.harness.compare import memory_of
 from twinkle.aten.harness.kernel_level import Known, by_reference, compare
@@ -61,9 +62,9 @@ def read_index(spec: OperatorSpec) -> dict[str, str]:
         raise GoldenError(f"{file} is no index of golden data: {type(error).__name__}: {error}") from None
 
 
-def parts(spec: OperatorSpec) -> list[OperatorSpec]:
-    """The operators that have golden data of their own: this one, and the one that its derivative is."""
-    return [spec] if spec.companion is None else [spec, spec.companion]
+def parts(spec: OperatorSpec) -> tuple[OperatorSpec, ...]:
+    """The operators that have golden data of their own."""
+    return spec.parts
 
 
 def generate(spec: OperatorSpec, data: Path, *, write_index: bool = False) -> int:
@@ -140,10 +141,8 @@ def read(spec: OperatorSpec, data: Path) -> Iterator[Known]:
 
 
 def _call(spec: OperatorSpec, case: Case) -> dict[str, Any]:
-    names = [argument.name for argument in spec.overload._schema.arguments]
-    arguments = {
-        name: value for name, value in zip(names, case.values(), strict=True) if isinstance(value, torch.Tensor)
-    }
+    named = zip(Arguments(spec.overload).names, case.values(), strict=True)
+    arguments = {name: value for name, value in named if isinstance(value, torch.Tensor)}
     if Semantics.ROUNDS in spec.semantics:  # other digits on another machine: they are made where they are compared
         return {"arguments": arguments, "expected": None}
     expected = _again(by_reference(spec, case.name, case.values).expected())

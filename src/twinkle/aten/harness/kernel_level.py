@@ -40,7 +40,7 @@ def run(spec: OperatorSpec, profile: Profile) -> Outcome:
     """Every case by every kernel that runs on the device, beside the reference."""
     outcome = started(spec, "kernel", profile)
     if outcome.not_run is None:
-        for each in filter(None, (spec, spec.companion)):
+        for each in spec.parts:
             compare(outcome, each, profile, [by_reference(each, case.name, case.values) for case in cases(each)])
     return outcome
 

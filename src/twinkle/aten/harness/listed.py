@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from twinkle.aten.arguments import is_optional, plain_type
 from twinkle.aten.fields import MAPPING, TRUTH, WORD, WORDS, Field, check, is_list_of, is_whole, is_word, read_yaml
 from twinkle.aten.harness.fills import FILLS, FLOATING_ONLY
 from twinkle.aten.spec import OperatorSpec
@@ -130,11 +131,9 @@ def _check_arguments(spec: OperatorSpec, arguments: dict[str, Any], dtypes: list
     for unknown in arguments.keys() - declared.keys():  # left out, it would be another call than the one meant
         raise ValueError(f"{spec.name} has no argument {unknown!r}{did_you_mean(unknown, declared)}")
     for name, argument in declared.items():
-        given, kind = arguments.get(name), str(argument.real_type)
-        optional = argument.has_default_value() or name == "device" or kind.startswith("Optional[")
-        kind = kind.removeprefix("Optional[").removesuffix("]") if kind.startswith("Optional[") else kind
+        given, kind = arguments.get(name), plain_type(argument)
         if given is None:
-            if not optional:
+            if not (argument.has_default_value() or name == "device" or is_optional(argument)):
                 raise ValueError(f"the argument {name!r} is missing, which has no default")
         elif kind == "Tensor" and not isinstance(given, (bool, int, float)):  # PyTorch makes tensors of numbers
             try:

@@ -14,11 +14,10 @@ from twinkle.aten.arguments import Arguments
 from twinkle.aten.errors import NotRegistrableError
 from twinkle.aten.harness import places
 from twinkle.aten.harness.cases import Case, cases
-from twinkle.aten.harness.numbers import number_calls
 from twinkle.aten.harness.observe import Call, Seen, differences
 from twinkle.aten.harness.outcome import Outcome, started
-from twinkle.aten.harness.refused import refused_calls
 from twinkle.aten.harness.remembered import kinds_of_calls, looks_at_more
+from twinkle.aten.harness.unlisted import number_calls, refused_calls
 from twinkle.aten.profiles import Profile
 from twinkle.aten.registration import Registration
 from twinkle.aten.routes import every_size
@@ -45,7 +44,7 @@ def _run(spec: OperatorSpec, profile: Profile) -> Outcome:
     if outcome.not_run is None and spec.by_design is not None:
         _check_by_design(outcome, spec, profile)
     elif outcome.not_run is None:
-        facts = [_check(outcome, each, profile) for each in (spec, spec.companion) if each is not None]
+        facts = [_check(outcome, each, profile) for each in spec.parts]
         outcome.facts = facts[0] if len(facts) == 1 else {**facts[0], str(spec.companion): facts[1]}
     return outcome
 
@@ -168,7 +167,7 @@ def _joined(problems: list[str]) -> str | None:
 
 def _exact(spec: OperatorSpec, profile: Profile, native: dict[str, Seen]) -> dict[str, Seen]:
     """By PyTorch's own kernels in fp64, for what rounds in an order of its own: the result or the gradients."""
-    if not any(Semantics.ROUNDS in each.semantics for each in (spec, spec.companion) if each is not None):
+    if not any(Semantics.ROUNDS in each.semantics for each in spec.parts):
         return {}
     found = {}
     for call, enter, _ in _calls(spec, profile):
@@ -214,18 +213,18 @@ def _check_finite_differences(outcome: Outcome, spec: OperatorSpec, profile: Pro
     for case in cases(spec, seeds=1):
         if case.gradient and serving.refusal(case.values(profile.device)) is None:
             with spec.register_a1(platform=profile.platform) as registration:
-                outcome.check(f"{case.name}: gradient", _gradient_problem(case, profile.device, spec, registration))
+                outcome.check(f"{case.name}: gradient", _finite_difference(case, profile.device, spec, registration))
 
 
-def _gradient_problem(case: Case, device: str, spec: OperatorSpec, registration: Registration) -> str | None:
+def _finite_difference(case: Case, device: str, spec: OperatorSpec, registration: Registration) -> str | None:
     call = _operator(spec)
     arguments = case.values(device)
-    places = [i for i, value in enumerate(arguments) if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    reals = [i for i, value in enumerate(arguments) if isinstance(value, torch.Tensor) and value.is_floating_point()]
 
     def function(*tensors: torch.Tensor) -> torch.Tensor:
         torch.manual_seed(0)  # the same random numbers at each call
         given = list(arguments)
-        for place, tensor in zip(places, tensors, strict=True):
+        for place, tensor in zip(reals, tensors, strict=True):
             given[place] = tensor
         if Semantics.IN_PLACE in spec.semantics:
             given[0] = given[0] * 1  # a leaf can't be written
@@ -235,7 +234,7 @@ def _gradient_problem(case: Case, device: str, spec: OperatorSpec, registration:
             raise AssertionError(f"native served a call: {registration.counts.fallbacks}")
         return result
 
-    inputs = [arguments[place].requires_grad_() for place in places]
+    inputs = [arguments[place].requires_grad_() for place in reals]
     try:
         torch.autograd.gradcheck(function, inputs)
         torch.autograd.gradgradcheck(function, inputs)

@@ -26,39 +26,7 @@ from twinkle.layout import plain, table, width_of_terminal
 MODES = ("package", "script")
 STAGES = ("import", "register", "execute")
 
-_CHILD = """
-import importlib, json, sys
-task = json.loads(sys.argv[1])
-name, is_script = task["operator"], task["mode"] == "script"
-if is_script:
-    sys.path.insert(0, task["folder"])
-module = importlib.import_module("register" if is_script else f"ops.{name}")
-spec = module.register_a1.__self__
-assert (spec.name, spec.home.is_script) == (name, is_script), spec
-print("import", flush=True)
-if "register" in task["stages"]:
-    from twinkle.aten.routes import every_size
-    counter = {}
-    try:
-        with every_size():
-            registration = module.register_a1(task["dispatch_key"], counter, task["platform"])
-        assert not registration.closed and registration.keys and spec.by_design is None
-    except NotImplementedError as refusal:
-        assert spec.by_design and spec.by_design in str(refusal)
-    print("register", flush=True)
-if "execute" in task["stages"]:
-    from twinkle.aten.arguments import Arguments
-    from twinkle.aten.harness.cases import cases
-    for case in cases(spec, seeds=1):
-        Arguments(spec.overload).call(spec.aten if spec.by_design else spec.native, case.values(task["device"]))
-    if spec.by_design:
-        own = [name for name in sys.modules if name.startswith(f"{spec.home.package}.kernel.")]
-        assert own, "its kernel wasn't even imported"
-    else:
-        registration.close()
-        assert counter["n"] > 0 and registration.counts.kernel > 0, registration.counts
-    print("execute", flush=True)
-"""
+_MAIN = Path(__file__).with_name("packaging_main.py")
 
 
 def way_in(operator: str, mode: str, chip: Profile, stages: Sequence[str]) -> dict[str, str]:
@@ -66,8 +34,7 @@ def way_in(operator: str, mode: str, chip: Profile, stages: Sequence[str]) -> di
     folder = catalog.operator(operator).home.folder
     task: dict[str, Any] = {"operator": operator, "mode": mode, "folder": str(folder), "stages": list(stages)}
     task |= {"dispatch_key": chip.dispatch_key, "platform": chip.platform, "device": chip.device}
-    command = [sys.executable, "-c", _CHILD, json.dumps(task)]
-    # From elsewhere, so that the folder that we are in isn't on its path.
+    command = [sys.executable, "-P", str(_MAIN), json.dumps(task)]  # its folder's modules have everyday names
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=Path(folder.anchor))
     reached = done.stdout.split()
     found = {stage: "passed" if stage in reached else "not reached" for stage in stages}

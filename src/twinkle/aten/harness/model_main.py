@@ -1,4 +1,4 @@
-"""A model's training step and generation, in a process of its own: ``python -m twinkle.aten.harness.model``.
+"""A model's training step and generation, in a process of its own: ``python -m twinkle.aten.harness.model_main``.
 
 Reads a JSON object on stdin, writes one on stdout: see :func:`observe_model`.
 """
