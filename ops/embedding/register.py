@@ -5,10 +5,8 @@ import functools
 import torch
 
 from twinkle.aten import Condition, Home, Kernel, OperatorSpec, Semantics
-from twinkle.aten.conditions import dimensions, one_device, tensor
+from twinkle.aten.conditions import INDEX_DTYPES, dimensions, one_device, tensor
 from twinkle.aten.routes import Work
-
-_INTEGERS = (torch.int64, torch.int32)
 
 
 def _call(weight, indices):
@@ -93,7 +91,7 @@ SPEC = OperatorSpec(
         Condition(
             "indices",
             "indices are int64 or int32",
-            lambda weight, indices, *_: indices.dtype in _INTEGERS,
+            lambda weight, indices, *_: indices.dtype in INDEX_DTYPES,
             lambda device: _call(_table(device), torch.ones(2, device=device)),
         ),
         Condition(

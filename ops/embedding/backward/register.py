@@ -3,7 +3,7 @@
 import torch
 
 from twinkle.aten import Condition, Home, Kernel, OperatorSpec, Semantics
-from twinkle.aten.conditions import floating, one_device, rounded, tensor
+from twinkle.aten.conditions import INDEX_DTYPES, floating, one_device, rounded, tensor
 
 
 def _call(grad, indices, padding_idx=-1, rows=3):
@@ -43,7 +43,7 @@ SPEC = OperatorSpec(
             "indices",
             "indices are int64 or int32, and grad_output has a row for each",
             lambda grad, indices, *_: (
-                indices.dtype in (torch.int64, torch.int32) and grad.shape[:-1] == indices.shape and grad.dim() > 0
+                indices.dtype in INDEX_DTYPES and grad.shape[:-1] == indices.shape and grad.dim() > 0
             ),
             lambda device: _call(torch.ones(2, 4, device=device), torch.ones(2, dtype=torch.int16, device=device)),
         ),

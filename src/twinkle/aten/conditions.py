@@ -104,6 +104,9 @@ def dense(index: int, name: str, call: Call) -> Condition:
     )
 
 
+INDEX_DTYPES = frozenset({torch.int64, torch.int32})
+"""What PyTorch takes as indices into a table."""
+
 FLOATING = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 
 
