@@ -8,6 +8,11 @@ TRITON = "twinkle.kernel.ops.triton_support:available"
 TORCH = "twinkle.kernel.ops.torch_support:available"
 """What says whether the backends of that name can be used on this machine."""
 
+ON_TRITON = "twinkle.kernel.ops.triton_support:device_reason"
+ON_LIGER = "twinkle.kernel.ops.liger_support:device_reason"
+ON_NPU = "twinkle.kernel.ops.npu_support:device_reason"
+"""``accepts`` of a backend that takes every variant, on a device that its kernels run on."""
+
 
 def backend(
     module: str, *, load: str = "load", available: str = "available", accepts: str | None = "accepts"

@@ -10,7 +10,7 @@ may go past a norm's module, ``norms``; and ``installer`` puts the three togethe
 
 from __future__ import annotations
 
-from twinkle.kernel.ops.backends import TRITON, backend
+from twinkle.kernel.ops.backends import ON_TRITON, TRITON, backend
 from twinkle.kernel.registry import lazy_import, register_op
 
 _HERE = "twinkle.kernel.ops.fused_norms"
@@ -18,7 +18,7 @@ _HERE = "twinkle.kernel.ops.fused_norms"
 register_op(
     "qk_norm_rotary",
     reference=f"{_HERE}.qk_reference",
-    implementations={"triton": backend(f"{_HERE}.qk_triton", available=TRITON)},
+    implementations={"triton": backend(f"{_HERE}.qk_triton", available=TRITON, accepts=ON_TRITON)},
     installer=lazy_import(f"{_HERE}.installer:install_qk"),
     concerns=lazy_import(f"{_HERE}.installer:has_qk"),
     scope="model",
@@ -27,7 +27,7 @@ register_op(
 register_op(
     "add_rms_norm",
     reference=f"{_HERE}.add_reference",
-    implementations={"triton": backend(f"{_HERE}.add_triton", available=TRITON)},
+    implementations={"triton": backend(f"{_HERE}.add_triton", available=TRITON, accepts=ON_TRITON)},
     installer=lazy_import(f"{_HERE}.installer:install_add"),
     concerns=lazy_import(f"{_HERE}.installer:has_add"),
     scope="model",

@@ -15,13 +15,12 @@ from twinkle.kernel.ops.fused_norms import add_kernels as kernels
 from twinkle.kernel.ops.fused_norms.add_reference import SumAndNorm, original
 from twinkle.kernel.ops.rms_norm.triton_launch import WIDEST, Kind, shape_of
 from twinkle.kernel.ops.triton_parts import GROUP, counters
-from twinkle.kernel.ops.triton_support import call_reason, device_reason, library_op
+from twinkle.kernel.ops.triton_support import call_reason, library_op
 from twinkle.memory import Memory
-from twinkle.reasons import Reason
 from twinkle.triton_programs import NO_SCRATCH, Launch, Make, Program, Traced
 
 if TYPE_CHECKING:
-    from twinkle.kernel.targets import Site
+    pass
 
 
 # --- launches ---------------------------------------------------------------------------------------------------------
@@ -220,11 +219,6 @@ def _accepts_call(residual: torch.Tensor, summand: torch.Tensor, weight: torch.T
 
 
 add_rms_norm.accepts_call = _accepts_call  # type: ignore[attr-defined]
-
-
-def accepts(site: Site) -> Reason | None:
-    """A device that Triton runs on."""
-    return device_reason(site)
 
 
 def load(target: Any) -> Callable[..., SumAndNorm]:

@@ -14,13 +14,12 @@ from twinkle.kernel.ops.fused_norms import qk_launch
 from twinkle.kernel.ops.fused_norms.qk_launch import Kind
 from twinkle.kernel.ops.fused_norms.qk_reference import Rotated, original
 from twinkle.kernel.ops.rotary.triton_layout import heads_reason, table_reason
-from twinkle.kernel.ops.triton_support import call_reason, device_reason, library_op
+from twinkle.kernel.ops.triton_support import call_reason, library_op
 from twinkle.memory import Memory
-from twinkle.reasons import Reason
 from twinkle.triton_programs import Program, Traced
 
 if TYPE_CHECKING:
-    from twinkle.kernel.targets import Site
+    pass
 
 WIDEST = 512
 """The largest head."""
@@ -279,11 +278,6 @@ def _accepts_call(
 
 
 qk_norm_rotary.accepts_call = _accepts_call  # type: ignore[attr-defined]
-
-
-def accepts(site: Site) -> Reason | None:
-    """A device that Triton runs on."""
-    return device_reason(site)
 
 
 def load(target: Any) -> Callable[..., Rotated]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from twinkle.kernel.ops.backends import TRITON, backend
+from twinkle.kernel.ops.backends import ON_NPU, ON_TRITON, TRITON, backend
 from twinkle.kernel.registry import register_op
 
 _HERE = "twinkle.kernel.ops.glu"
-_TRITON = backend(f"{_HERE}.triton", available=TRITON)
+_TRITON = backend(f"{_HERE}.triton", available=TRITON, accepts=ON_TRITON)
 
 # No torch backend: PyTorch has no fused kernel for the product, and its operators can't be arranged to win. The best
 # arrangement, an autograd.Function that works in place where it may, took 14.7 ms where the original's
@@ -17,7 +17,7 @@ register_op(
     "swiglu",
     reference=f"{_HERE}.reference:SWIGLU",
     implementations={
-        "npu": backend(f"{_HERE}.npu", available="available_silu"),
+        "npu": backend(f"{_HERE}.npu", available="available_silu", accepts=ON_NPU),
         "triton": _TRITON,
         "liger": backend(f"{_HERE}.liger", available="available_silu"),
     },
@@ -27,7 +27,7 @@ register_op(
     "geglu",
     reference=f"{_HERE}.reference:GEGLU",
     implementations={
-        "npu": backend(f"{_HERE}.npu", available="available_gelu"),
+        "npu": backend(f"{_HERE}.npu", available="available_gelu", accepts=ON_NPU),
         "triton": _TRITON,
         "liger": backend(f"{_HERE}.liger", available="available_gelu"),
     },

@@ -18,9 +18,8 @@ from twinkle.gradients import saved_tensors
 from twinkle.kernel.ops import npu_support
 from twinkle.kernel.ops.derived import layer
 from twinkle.kernel.ops.glu.reference import ACTIVATIONS, gate_up_of
-from twinkle.kernel.ops.npu_support import call_reason, device_reason, npu_function
+from twinkle.kernel.ops.npu_support import call_reason, npu_function
 from twinkle.kernel.probe import random_tensor
-from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
     from twinkle.kernel.ops.glu.reference import GluVariant
@@ -88,11 +87,6 @@ def product_of(activation: str, device: torch.device) -> Callable[[torch.Tensor]
         return SwiGLU.apply  # type: ignore[no-any-return]
     options = geglu_options(activation, device)
     return lambda gate_up: GeGLU.apply(gate_up, options)
-
-
-def accepts(site: Site) -> Reason | None:
-    """Every variant, on an NPU."""
-    return device_reason(site)
 
 
 def load(target: Any, site: Site) -> type[nn.Module]:

@@ -21,10 +21,9 @@ from twinkle.kernel.ops.computed_again import computed_again
 from twinkle.kernel.ops.derived import layer
 from twinkle.kernel.ops.glu import triton_kernels as kernels
 from twinkle.kernel.ops.glu.reference import ACTIVATIONS
-from twinkle.kernel.ops.triton_support import call_reason, device_reason, library_op, rows_of, tuned
+from twinkle.kernel.ops.triton_support import call_reason, library_op, rows_of, tuned
 from twinkle.kernel.ops.worthwhile import slower_for
 from twinkle.memory import Memory
-from twinkle.reasons import Reason
 from twinkle.triton_programs import Launch, Make, Program, Traced
 
 if TYPE_CHECKING:
@@ -235,11 +234,6 @@ def fused_glu(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     if reason is not None:
         raise ValueError(f"fused_glu: {reason}")
     return _fused_product(gate_up, activation)
-
-
-def accepts(site: Site) -> Reason | None:
-    """Every variant, on a device that Triton runs on."""
-    return device_reason(site)
 
 
 def load(target: Any, site: Site) -> type[nn.Module]:

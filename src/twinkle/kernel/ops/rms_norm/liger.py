@@ -10,8 +10,7 @@ from torch import nn
 
 from twinkle.kernel.ops import liger_support
 from twinkle.kernel.ops.derived import layer
-from twinkle.kernel.ops.liger_support import call_reason, device_reason, differentiable_once, launch, liger_function
-from twinkle.reasons import Reason
+from twinkle.kernel.ops.liger_support import call_reason, differentiable_once, launch, liger_function
 
 if TYPE_CHECKING:
     from twinkle.kernel.ops.rms_norm.reference import RMSNormVariant
@@ -22,11 +21,6 @@ available = functools.partial(liger_support.available, ("LigerRMSNormFunction",)
 # Liger's name for where the result is cast. "gemma" does all in fp32 and rounds once; of "factor", which rounds the
 # factor and the product, it is the better approximation.
 _CASTING = {"before": "llama", "after": "gemma", "factor": "gemma"}
-
-
-def accepts(site: Site) -> Reason | None:
-    """Every variant, on a device that Liger's kernels run on."""
-    return device_reason(site)
 
 
 def load(target: Any, site: Site) -> type[nn.Module]:

@@ -19,8 +19,7 @@ from twinkle.environment import switch
 from twinkle.gradients import saved_tensors
 from twinkle.kernel.ops import npu_support
 from twinkle.kernel.ops.derived import layer
-from twinkle.kernel.ops.npu_support import call_reason, device_reason, npu_function
-from twinkle.reasons import Reason
+from twinkle.kernel.ops.npu_support import call_reason, npu_function
 
 if TYPE_CHECKING:
     from twinkle.kernel.ops.rms_norm.gated_reference import GatedRMSNormVariant
@@ -65,11 +64,6 @@ def _norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: floa
     if x.dtype != torch.float32 and switch(IN_FP32, False):
         return _Norm.apply(x.float(), weight.float(), eps, offset).to(x.dtype)  # type: ignore[no-any-return]
     return _Norm.apply(x, weight, eps, offset)  # type: ignore[no-any-return]
-
-
-def accepts(site: Site) -> Reason | None:
-    """Every variant, on an NPU."""
-    return device_reason(site)
 
 
 def load(target: Any, site: Site) -> type[nn.Module]:

@@ -16,9 +16,8 @@ from twinkle.kernel.ops.rms_norm import triton_launch
 from twinkle.kernel.ops.rms_norm.gated_reference import gated_rms_norm
 from twinkle.kernel.ops.rms_norm.reference import rms_norm as reference_rms_norm
 from twinkle.kernel.ops.rms_norm.triton_launch import WIDEST, Kind, Triple
-from twinkle.kernel.ops.triton_support import call_reason, device_reason, has_rows, library_op, rows_reason
+from twinkle.kernel.ops.triton_support import call_reason, has_rows, library_op, rows_reason
 from twinkle.memory import Memory
-from twinkle.reasons import Reason
 from twinkle.triton_programs import Program, Traced
 
 if TYPE_CHECKING:
@@ -239,11 +238,6 @@ def rms_norm(
     if reason is not None:
         raise ValueError(f"rms_norm: {reason}")
     return _norm(x, weight, gate, (eps, offset, cast))
-
-
-def accepts(site: Site) -> Reason | None:
-    """Every variant, on a device that Triton runs on."""
-    return device_reason(site)
 
 
 def _weight_of(module: Any, name: str | None) -> torch.Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from twinkle.kernel.ops.backends import TORCH, TRITON, backend
+from twinkle.kernel.ops.backends import ON_NPU, ON_TRITON, TORCH, TRITON, backend
 from twinkle.kernel.registry import register_op
 
 _HERE = "twinkle.kernel.ops.rotary"
@@ -11,8 +11,8 @@ register_op(
     "rotary",
     reference=f"{_HERE}.reference",
     implementations={
-        "npu": backend(f"{_HERE}.npu"),
-        "triton": backend(f"{_HERE}.triton", available=TRITON),
+        "npu": backend(f"{_HERE}.npu", accepts=ON_NPU),
+        "triton": backend(f"{_HERE}.triton", available=TRITON, accepts=ON_TRITON),
         "liger": backend(f"{_HERE}.liger"),
         "torch": backend(f"{_HERE}.torch", available=TORCH),
     },
@@ -21,5 +21,5 @@ register_op(
 register_op(
     "multimodal_rotary",
     reference=f"{_HERE}.multimodal_reference",
-    implementations={"npu": backend(f"{_HERE}.npu", load="load_multimodal")},
+    implementations={"npu": backend(f"{_HERE}.npu", load="load_multimodal", accepts=ON_NPU)},
 )

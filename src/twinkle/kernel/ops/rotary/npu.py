@@ -14,10 +14,9 @@ import torch
 
 from twinkle.gradients import saved_tensors
 from twinkle.kernel.ops import npu_support
-from twinkle.kernel.ops.npu_support import call_reason, device_reason, npu_function
+from twinkle.kernel.ops.npu_support import call_reason, npu_function
 from twinkle.kernel.ops.rotary.multimodal_reference import MultimodalRotaryVariant, recombine
 from twinkle.kernel.ops.rotary.reference import Dialect, RotaryVariant, function_of, turn_part
-from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
     from twinkle.kernel.targets import Site
@@ -82,11 +81,6 @@ def _table(table: torch.Tensor, dialect: Dialect) -> torch.Tensor:
     if _mode(dialect) == "half":
         return torch.cat((values, values), dim=-1)
     return values.repeat_interleave(2, dim=-1)
-
-
-def accepts(site: Site) -> Reason | None:
-    """Every dialect, on an NPU."""
-    return device_reason(site)
 
 
 def load(target: Any, site: Site) -> Callable[..., Any]:

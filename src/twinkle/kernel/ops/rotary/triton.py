@@ -16,9 +16,8 @@ from twinkle.kernel.ops.rotary import triton_kernels as kernels
 from twinkle.kernel.ops.rotary.reference import DIALECTS, Dialect, RotaryVariant, function_of
 from twinkle.kernel.ops.rotary.reference import rotate as reference_rotate
 from twinkle.kernel.ops.rotary.triton_layout import heads_reason, strides_of, table_reason, table_strides
-from twinkle.kernel.ops.triton_support import call_reason, device_reason, far, library_op, tuned
+from twinkle.kernel.ops.triton_support import call_reason, far, library_op, tuned
 from twinkle.memory import Memory
-from twinkle.reasons import Reason
 from twinkle.triton_programs import Launch, Make, Program, Traced
 
 if TYPE_CHECKING:
@@ -233,11 +232,6 @@ def _shape_reason(
         return "dimensions, or a place for the heads in cos and sin, that the kernel doesn't know"
     width = table[-1] * 2 if variant.dialect.table == "half_width" else table[-1]
     return heads_reason(first, shapes[-1], heads_at) or table_reason(first, heads_at, table, width, variant.partial)
-
-
-def accepts(site: Site) -> Reason | None:
-    """Every dialect, on a device that Triton runs on."""
-    return device_reason(site)
 
 
 def load(target: Any, site: Site) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from twinkle.gradients import saved_tensors
 from twinkle.kernel.ops import npu_support
 from twinkle.kernel.ops.npu_support import call_reason as tensors_reason
-from twinkle.kernel.ops.npu_support import device_reason, npu_function
+from twinkle.kernel.ops.npu_support import npu_function
 from twinkle.kernel.ops.sdpa_attention.inputs import (
     Inputs,
     additive,
@@ -27,7 +27,6 @@ from twinkle.kernel.ops.sdpa_attention.inputs import (
 )
 from twinkle.kernel.ops.sdpa_attention.reference import original
 from twinkle.kernel.probe import random_tensor
-from twinkle.reasons import Reason
 
 if TYPE_CHECKING:
     from twinkle.kernel.targets import Site
@@ -136,11 +135,6 @@ def scaled_with_the_scores(device: torch.device) -> bool:
         if torch.allclose(out.cpu().float(), expected, rtol=1e-2, atol=1e-2):
             return before_scale
     raise RuntimeError("npu_fusion_attention adds its pse neither before nor after the scores are scaled")
-
-
-def accepts(site: Site) -> Reason | None:
-    """Any model on an NPU."""
-    return device_reason(site)
 
 
 def load(target: Any, site: Site) -> Callable[..., Any]:
