@@ -113,7 +113,7 @@ def test_the_blocks_are_those_that_the_code_asks_for() -> None:
         widest = BLOCKS["rms_norm", direction][-1]
         assert widest == triton_launch.WIDEST[direction] >= triton_launch.WIDE_BLOCK
         for width in (1, 2, 3, 100, widest - 1, widest, widest + 1, 10 * widest):
-            shape = triton_launch.shape_of(torch.device("cpu"), direction, width, 1000)
+            shape = triton_launch.tiling_of(torch.device("cpu"), direction, width, 1000)
             assert shape.block in BLOCKS["rms_norm", direction]
             assert shape.block >= width or width > widest
 
@@ -157,7 +157,7 @@ def test_a_candidate_of_the_tuner_reaches_the_launch(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(triton_launch, "tuned", tuned)  # put back afterwards what tune.use replaces
     for elements, warps in ((4096, 8), (1024, 2)):
         tune.use("rms_norm", (elements, warps, 4, 3))
-        shape = triton_launch.shape_of(torch.device("cpu"), "backward", 512, 10**6)
+        shape = triton_launch.tiling_of(torch.device("cpu"), "backward", 512, 10**6)
         assert (shape.rows_each, shape.warps, shape.stages) == (elements // 512, warps, 3)
 
 

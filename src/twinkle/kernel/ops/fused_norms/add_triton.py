@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 from twinkle.gradients import gradients_by_formula, quick_apply, saved_tensors, wants_formula
 from twinkle.kernel.ops.fused_norms import add_kernels as kernels
 from twinkle.kernel.ops.fused_norms.add_reference import SumAndNorm, original
-from twinkle.kernel.ops.rms_norm.triton_launch import WIDEST, Kind, shape_of
+from twinkle.kernel.ops.rms_norm.triton_launch import WIDEST, Kind, tiling_of
 from twinkle.kernel.ops.triton_parts import GROUP, counters
 from twinkle.kernel.ops.triton_support import call_reason, library_op
 from twinkle.memory import Memory
@@ -30,16 +30,17 @@ def _forward(make: Make, x: torch.Tensor, kind: Kind) -> Callable[..., None]:
     """A function ``(residual, summand, weight, total, y, rstd)`` of rows like those of ``x``."""
     width = int(x.shape[-1])  # compiled in: a compiler that traces must settle it, should it be a symbol
     count = x.numel() // width
-    shape = shape_of(x.device, "forward", width, count)
-    constants = {"OFFSET": kind.offset, "CAST": kind.cast, "ROWS": shape.rows_each, "BLOCK": shape.block}
-    return make(kernels.forward_kernel, Launch((shape.programs,), (count, width, kind.eps), constants, shape.warps))
+    rows_each, block, warps, programs, _ = tiling_of(x.device, "forward", width, count)
+    eps, offset, cast = kind
+    constants = {"OFFSET": offset, "CAST": cast, "ROWS": rows_each, "BLOCK": block}
+    return make(kernels.forward_kernel, Launch((programs,), (count, width, eps), constants, warps))
 
 
 def _backward(make: Make, x: torch.Tensor, offset: float, needs_dw: bool) -> Callable[..., None]:
     """A function ``(dtotal, dy, total, weight, rstd, dx, dw)``; ``dw`` is None where it isn't wanted."""
     width = int(x.shape[-1])
     count = x.numel() // width
-    rows_each, block, warps, programs, stages = shape_of(x.device, "backward", width, count)
+    rows_each, block, warps, programs, stages = tiling_of(x.device, "backward", width, count)
     constants = {
         "OFFSET": offset, "NEEDS_DW": needs_dw, "ROWS": rows_each, "BLOCK": block, "GROUP": GROUP, "STAGES": stages,
     }  # fmt: skip
@@ -72,8 +73,8 @@ class _Layout:
     __slots__ = ("backwards", "dtypes", "forward", "kind", "rows")
 
     def __init__(self, residual: torch.Tensor, summand: torch.Tensor, weight: torch.Tensor, kind: Kind) -> None:
-        self.kind = kind
-        self.dtypes = _dtypes(residual, summand, weight, kind.cast)
+        self.kind = _, _, cast = kind
+        self.dtypes = _dtypes(residual, summand, weight, cast)
         self.rows = residual.numel() // residual.shape[-1]
         self.forward = _forward(Program, residual, kind)
         self.backwards: dict[tuple[Any, ...], Callable[..., None]] = {}
@@ -122,7 +123,8 @@ class _AddNorm(torch.autograd.Function):
             key = total.dtype, weight.dtype, rstd.dtype, needs_dw
             backward = layout.backwards.get(key)
             if backward is None:
-                backward = _backward(Program, total, layout.kind.offset, needs_dw)
+                _, offset, _ = layout.kind
+                backward = _backward(Program, total, offset, needs_dw)
                 layout.backwards[key] = backward
             backward(dtotal.contiguous(), dy.contiguous(), total.contiguous(), weight, rstd, dx, dw)
         return (*[dx if dx.dtype == dtype else dx.to(dtype) for dtype in ctx.dtypes], dw, None)
@@ -132,7 +134,8 @@ _apply = quick_apply(_AddNorm)
 
 
 def _from_total(total: torch.Tensor, weight: torch.Tensor, kind: Kind) -> SumAndNorm:
-    return original(total, torch.zeros_like(total), weight, **kind._asdict())
+    eps, offset, cast = kind
+    return original(total, torch.zeros_like(total), weight, eps=eps, offset=offset, cast=cast)  # type: ignore[arg-type]
 
 
 # --- under a compiler -------------------------------------------------------------------------------------------------
@@ -150,7 +153,7 @@ def _traced_forward(
     residual: torch.Tensor, summand: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, cast: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     results = _fake_forward(residual, summand, weight, eps, offset, cast)
-    _forward(Traced, residual, Kind(eps, offset, cast))(residual, summand, weight, *results)
+    _forward(Traced, residual, (eps, offset, cast))(residual, summand, weight, *results)
     return results
 
 
@@ -197,7 +200,7 @@ def add_rms_norm(
     """See :func:`twinkle.kernel.ops.fused_norms.add_reference.original`, of a call that it accepts."""
     if is_compiling():
         return _traced_forward(residual.contiguous(), summand.contiguous(), weight, eps, offset, cast)[:2]
-    kind = Kind(eps, offset, cast)
+    kind = eps, offset, cast
     if torch.is_grad_enabled():
         return _apply(residual, summand, weight, kind)  # type: ignore[no-any-return]
     return _eager_forward(residual, summand, weight, kind)[:2]

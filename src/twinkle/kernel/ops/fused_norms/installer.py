@@ -21,6 +21,7 @@ from twinkle.kernel.ops.fused_norms.patterns import FUSED, Found, norms_and_rota
 from twinkle.kernel.ops.fused_norms.qk_reference import DIALECT
 from twinkle.kernel.ops.fused_norms.rewriting import body_of, rewritten
 from twinkle.kernel.ops.hooks import hooks_for_all
+from twinkle.kernel.ops.rms_norm.layers import weight_of
 from twinkle.kernel.ops.rotary import reference as rotary_reference
 from twinkle.kernel.ops.rotary.reference import SIGNATURES
 from twinkle.kernel.probe import variant_of
@@ -161,19 +162,20 @@ def _fused_add(
     """A function ``(norm, residual, summand)`` that gives the sum and its norm."""
     (norm,) = norms
     kind, accepts = norm.kind, getattr(impl, "accepts_call", None)
+    weight, eps = norm.variant.weight, norm.variant.eps
 
     def as_it_was(module: Any, residual: torch.Tensor, summand: torch.Tensor) -> Any:
         total = residual + summand
         return total, module(total)
 
     def kernel(module: Any, residual: torch.Tensor, summand: torch.Tensor) -> Any:
-        return impl(residual, summand, norm.weight_of(module), eps=norm.eps_of(module), **kind)
+        return impl(residual, summand, weight_of(module, weight), eps=getattr(module, eps), **kind)
 
     def accepts_call(module: Any, residual: torch.Tensor, summand: torch.Tensor) -> str | None:
         why = norm.why_call(module) or hooks_for_all()
         if why is not None or accepts is None:
             return why
-        return accepts(residual, summand, norm.weight_of(module), eps=norm.eps_of(module), **kind)  # type: ignore[no-any-return]
+        return accepts(residual, summand, weight_of(module, weight), eps=getattr(module, eps), **kind)  # type: ignore[no-any-return]
 
     place = f"{site.owner.__qualname__}.forward's sum and {found.norms[0]}"
     return counted(kernel, as_it_was, counts, accepts_call=accepts_call, place=place)
@@ -193,6 +195,7 @@ def _fused_qk(
         return known
     q_norm, k_norm = norms
     kind, accepts = {**q_norm.kind, "heads_at": found.heads_at}, getattr(impl, "accepts_call", None)
+    (q_weight, q_eps), (k_weight, k_eps) = ((norm.variant.weight, norm.variant.eps) for norm in norms)
 
     def as_it_was(q_module: Any, k_module: Any, rotary: Any, q: Any, k: Any, cos: Any, sin: Any) -> Any:
         q, k = q_module(q), k_module(k)
@@ -201,8 +204,8 @@ def _fused_qk(
         return rotary(q, k, cos, sin)
 
     def kernel(q_module: Any, k_module: Any, rotary: Any, q: Any, k: Any, cos: Any, sin: Any) -> Any:
-        weights = q_norm.weight_of(q_module), k_norm.weight_of(k_module)
-        return impl(q, k, *weights, cos, sin, q_eps=q_norm.eps_of(q_module), k_eps=k_norm.eps_of(k_module), **kind)
+        weights = weight_of(q_module, q_weight), weight_of(k_module, k_weight)
+        return impl(q, k, *weights, cos, sin, q_eps=getattr(q_module, q_eps), k_eps=getattr(k_module, k_eps), **kind)
 
     def accepts_call(q_module: Any, k_module: Any, rotary: Any, q: Any, k: Any, cos: Any, sin: Any) -> str | None:
         why = q_norm.why_call(q_module) or k_norm.why_call(k_module) or hooks_for_all()
@@ -212,8 +215,8 @@ def _fused_qk(
                 why = "the rotary function is not the one that was there when the kernel was installed"
         if why is not None or accepts is None:
             return why
-        weights = q_norm.weight_of(q_module), k_norm.weight_of(k_module)
-        return accepts(q, k, *weights, cos, sin, q_eps=q_norm.eps_of(q_module), k_eps=k_norm.eps_of(k_module), **kind)  # type: ignore[no-any-return]
+        weights = weight_of(q_module, q_weight), weight_of(k_module, k_weight)
+        return accepts(q, k, *weights, cos, sin, q_eps=getattr(q_module, q_eps), k_eps=getattr(k_module, k_eps), **kind)  # type: ignore[no-any-return]
 
     place = f"{site.owner.__qualname__}.forward's {' and '.join(found.norms)} and {found.rotary}"
     return counted(kernel, as_it_was, counts, accepts_call=accepts_call, place=place)

@@ -9,7 +9,6 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from twinkle.kernel import registry
@@ -37,17 +36,6 @@ class Norm:
     def kind(self) -> dict[str, Any]:
         """The arguments ``offset`` and ``cast`` of the fused ops."""
         return {"offset": self.variant.offset, "cast": self.variant.cast}
-
-    def weight_of(self, module: Any) -> torch.Tensor:
-        """A parametrised module, or one of a tool that flattens parameters, has no parameter of that name."""
-        name: Any = self.variant.weight
-        try:
-            return module._parameters[name]  # type: ignore[no-any-return]  # quicker than nn.Module's own way
-        except KeyError:
-            return getattr(module, name)  # type: ignore[no-any-return]
-
-    def eps_of(self, module: Any) -> float:
-        return getattr(module, self.variant.eps)  # type: ignore[no-any-return]
 
     def why_call(self, module: Any) -> str | None:
         """Why the module has to be called after all; None for the ordinary one."""

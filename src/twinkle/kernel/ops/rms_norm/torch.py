@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from twinkle.gradients import gradients_by_formula, saved_tensors, wants_formula
-from twinkle.kernel.ops.derived import layer
-from twinkle.kernel.ops.rms_norm.gated_reference import GatedRMSNormVariant, gated_rms_norm
-from twinkle.kernel.ops.rms_norm.reference import RMSNormVariant, rms_norm
+from twinkle.kernel.ops.rms_norm.gated_reference import gated_rms_norm
+from twinkle.kernel.ops.rms_norm.layers import CallReason, gated_norm_layer, norm_layer
+from twinkle.kernel.ops.rms_norm.reference import rms_norm
 from twinkle.kernel.ops.torch_support import not_faster, transformed
 from twinkle.kernel.ops.worthwhile import slower_for
 from twinkle.naming import dtype_name
@@ -185,44 +185,33 @@ def accepts_gated(site: Site) -> Reason | None:
 
 def load(target: Any, site: Site) -> type[nn.Module]:
     """The layer class of one variant."""
-    variant: RMSNormVariant = site.variant
-    slower = slower_for("rms_norm", "torch")
-    weight_name, eps_name, offset = variant.weight, variant.eps, variant.offset
-
-    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        weight = getattr(self, weight_name) if weight_name else None
-        return formulation_for(hidden_states).norm(hidden_states, weight, None, getattr(self, eps_name), offset)
-
-    def accepts_call(self: Any, hidden_states: torch.Tensor) -> str | None:
-        weight = getattr(self, weight_name) if weight_name else None
-        unfit = _unfit(hidden_states, weight) or formulation_for(hidden_states).refuse(hidden_states)
-        return unfit or slower(hidden_states)
-
-    return layer("TorchRMSNorm", forward, accepts_call)
+    return norm_layer("TorchRMSNorm", site.variant, _norm, _reason("rms_norm"))
 
 
 def load_gated(target: Any, site: Site) -> type[nn.Module]:
     """The layer class of the gated norm."""
-    variant: GatedRMSNormVariant = site.variant
-    slower = slower_for("gated_rms_norm", "torch")
-    weight_name, eps_name = variant.weight, variant.eps
-
-    def forward(self: Any, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-        norm = formulation_for(hidden_states).norm
-        return norm(hidden_states, getattr(self, weight_name), gate, getattr(self, eps_name), 0.0)
-
-    def accepts_call(self: Any, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> str | None:
-        if gate is not None and gate.shape != hidden_states.shape:
-            return f"the gate's shape is {tuple(gate.shape)}, the input's {tuple(hidden_states.shape)}"
-        weight = getattr(self, weight_name)
-        unfit = _unfit(hidden_states, weight) or formulation_for(hidden_states).refuse(hidden_states)
-        return unfit or slower(hidden_states)
-
-    return layer("TorchGatedRMSNorm", forward, accepts_call)
+    return gated_norm_layer("TorchGatedRMSNorm", site.variant, _norm, _reason("gated_rms_norm"))
 
 
-def _unfit(x: torch.Tensor, weight: torch.Tensor | None) -> str | None:
+def _norm(
+    x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None, eps: float, offset: float, cast: str
+) -> torch.Tensor:
+    return formulation_for(x).norm(x, weight, gate, eps, offset)
+
+
+def _reason(op: str) -> CallReason:
+    slower = slower_for(op, "torch")
+
+    def reason(x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None) -> str | None:
+        return _unfit(x, weight, gate) or formulation_for(x).refuse(x) or slower(x)
+
+    return reason
+
+
+def _unfit(x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None) -> str | None:
     """F.rms_norm is one kernel for one dtype only, and some originals promote, as some spread narrower inputs."""
+    if gate is not None and gate.shape != x.shape:
+        return f"the gate's shape is {tuple(gate.shape)}, the input's {tuple(x.shape)}"
     if x.is_nested:
         return "a nested tensor"
     if x.dim() == 0:

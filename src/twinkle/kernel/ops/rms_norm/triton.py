@@ -11,18 +11,16 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from twinkle.gradients import gradients_by_formula, quick_apply, saved_tensors, wants_formula
-from twinkle.kernel.ops.derived import layer
 from twinkle.kernel.ops.rms_norm import triton_launch
 from twinkle.kernel.ops.rms_norm.gated_reference import gated_rms_norm
+from twinkle.kernel.ops.rms_norm.layers import gated_norm_layer, norm_layer
 from twinkle.kernel.ops.rms_norm.reference import rms_norm as reference_rms_norm
-from twinkle.kernel.ops.rms_norm.triton_launch import WIDEST, Kind, Triple
+from twinkle.kernel.ops.rms_norm.triton_launch import WIDEST, Kind
 from twinkle.kernel.ops.triton_support import call_reason, has_rows, library_op, rows_reason
 from twinkle.memory import Memory
 from twinkle.triton_programs import Program, Traced
 
 if TYPE_CHECKING:
-    from twinkle.kernel.ops.rms_norm.gated_reference import GatedRMSNormVariant
-    from twinkle.kernel.ops.rms_norm.reference import RMSNormVariant
     from twinkle.kernel.targets import Site
 
 
@@ -39,11 +37,11 @@ class _Layout:
 
     __slots__ = ("backwards", "forward", "kind", "new_gate", "new_x", "new_y")
 
-    def __init__(self, x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None, kind: Triple) -> None:
-        self.kind = Kind(*kind)
+    def __init__(self, x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None, kind: Kind) -> None:
+        self.kind = _, _, cast = kind
         self.new_x = _maker(x)
         self.new_gate = None if gate is None else _maker(gate)
-        dtype = _result_dtype(x, weight, gate, self.kind.cast)
+        dtype = _result_dtype(x, weight, gate, cast)
         self.new_y = self.new_x if dtype == x.dtype else functools.partial(self.new_x, dtype=dtype)
         self.forward = triton_launch.forward(Program, x, weight, gate, self.new_y(x, device="meta"), kind)
         self.backwards: dict[tuple[Any, ...], Callable[..., None]] = {}
@@ -52,7 +50,7 @@ class _Layout:
 _layouts: Memory[_Layout] = Memory()
 
 
-def _eager_forward(x: torch.Tensor, weight: Any, gate: Any, kind: Triple) -> tuple[torch.Tensor, _Layout]:
+def _eager_forward(x: torch.Tensor, weight: Any, gate: Any, kind: Kind) -> tuple[torch.Tensor, _Layout]:
     """The result, and what is known of the layout."""
     key = triton_launch.layout_of(x, weight, gate, kind)
     layout = _layouts.get(key) or _layouts.add(key, _Layout(x, weight, gate, kind))
@@ -65,7 +63,7 @@ class _RMSNorm(torch.autograd.Function):
     """The eager way: two launches, and nothing around them that could be done once."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, gate: Any, kind: Triple) -> torch.Tensor:
+    def forward(ctx: Any, x: Any, weight: Any, gate: Any, kind: Kind) -> torch.Tensor:
         y, ctx.layout = _eager_forward(x, weight, gate, kind)
         ctx.save_for_backward(x, weight, gate)
         return y
@@ -188,15 +186,18 @@ def _differentiate(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
 _traced_forward.register_autograd(_differentiate, setup_context=_save)
 
 
-def _norm(x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None, kind: Triple) -> torch.Tensor:
+def _norm(
+    x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None, eps: float, offset: float, cast: str
+) -> torch.Tensor:
     if is_compiling():
-        return _traced_forward(x, weight, gate, *kind)
+        return _traced_forward(x, weight, gate, eps, offset, cast)
+    kind = eps, offset, cast
     if torch.is_grad_enabled():
         return _apply(x, weight, gate, kind)
     return _eager_forward(x, weight, gate, kind)[0]
 
 
-def _reason(x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None = None) -> str | None:
+def _reason(x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None) -> str | None:
     """Why a call is outside the kernels' domain."""
     reason = call_reason(x, weight, gate) or rows_reason(x, gate)
     if reason is not None:
@@ -237,42 +238,14 @@ def rms_norm(
     reason = _reason(x, weight, gate)
     if reason is not None:
         raise ValueError(f"rms_norm: {reason}")
-    return _norm(x, weight, gate, (eps, offset, cast))
-
-
-def _weight_of(module: Any, name: str | None) -> torch.Tensor | None:
-    """A module's weight. Tools that flatten parameters leave a plain attribute in its place."""
-    if name is None:
-        return None
-    try:
-        return module._parameters[name]  # quicker than nn.Module's own way
-    except KeyError:
-        return getattr(module, name)
+    return _norm(x, weight, gate, eps, offset, cast)
 
 
 def load(target: Any, site: Site) -> type[nn.Module]:
-    """The layer class for one variant."""
-    variant: RMSNormVariant = site.variant
-    offset, cast, weight_name, eps_name = variant.offset, variant.cast, variant.weight, variant.eps
-
-    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        return _norm(hidden_states, _weight_of(self, weight_name), None, (getattr(self, eps_name), offset, cast))
-
-    def accepts_call(self: Any, hidden_states: torch.Tensor) -> str | None:
-        return _reason(hidden_states, _weight_of(self, weight_name))
-
-    return layer("TritonRMSNorm", forward, accepts_call)
+    """The layer class of one variant."""
+    return norm_layer("TritonRMSNorm", site.variant, _norm, _reason)
 
 
 def load_gated(target: Any, site: Site) -> type[nn.Module]:
     """The layer class of the gated norm."""
-    variant: GatedRMSNormVariant = site.variant
-    weight_name, eps_name = variant.weight, variant.eps
-
-    def forward(self: Any, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-        return _norm(hidden_states, _weight_of(self, weight_name), gate, (getattr(self, eps_name), 0.0, "before"))
-
-    def accepts_call(self: Any, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> str | None:
-        return _reason(hidden_states, _weight_of(self, weight_name), gate)
-
-    return layer("TritonGatedRMSNorm", forward, accepts_call)
+    return gated_norm_layer("TritonGatedRMSNorm", site.variant, _norm, _reason)

@@ -13,17 +13,8 @@ from twinkle.kernel.ops.triton_parts import GROUP, counters
 from twinkle.kernel.ops.triton_support import Rows, far, processors, rows_of, tuned
 from twinkle.triton_programs import NO_SCRATCH, Launch, Make
 
-
-class Kind(NamedTuple):
-    """What is computed, see :mod:`twinkle.kernel.ops.rms_norm.reference`."""
-
-    eps: float
-    offset: float
-    cast: str
-
-
-Triple = tuple[float, float, str]
-"""A :class:`Kind` as calls bring it: the plain tuple equals it, and takes no call of Python to make."""
+Kind = tuple[float, float, str]
+"""``eps, offset, cast`` of :mod:`twinkle.kernel.ops.rms_norm.reference`; a plain tuple, since every call makes one."""
 
 Results = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 """The gradients of the input, of the weight where wanted, and of the gate where there is one."""
@@ -35,7 +26,7 @@ WIDE_BLOCK = 8192
 """How much of a wider row is read at a time."""
 
 
-class Shape(NamedTuple):
+class Tiling(NamedTuple):
     """How rows are dealt to programs."""
 
     rows_each: int
@@ -45,8 +36,8 @@ class Shape(NamedTuple):
     stages: int
 
 
-def shape_of(device: torch.device, direction: str, width: int, rows: int) -> Shape:
-    """The tuned shape of a launch. While a compiler traces, ``rows`` may be a symbol."""
+def tiling_of(device: torch.device, direction: str, width: int, rows: int) -> Tiling:
+    """The tuned one of a launch. While a compiler traces, ``rows`` may be a symbol."""
     block = triton.next_power_of_2(width)
     if block > WIDEST[direction]:
         block = WIDE_BLOCK
@@ -58,17 +49,17 @@ def shape_of(device: torch.device, direction: str, width: int, rows: int) -> Sha
     if direction == "backward":
         most = processors(device) * per_processor
         programs = min(programs, most) if isinstance(rows, int) else most
-    return Shape(rows_each, block, warps, programs, stages)
+    return Tiling(rows_each, block, warps, programs, stages)
 
 
-def layout_of(x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None, kind: Triple) -> tuple[Any, ...]:
+def layout_of(x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None, kind: Kind) -> tuple[Any, ...]:
     """What tells one forward launch from another, results included."""
     key = (x.shape, x.stride(), x.dtype, x.device, None if weight is None else weight.dtype, kind)
     return key if gate is None else (*key, gate.stride(), gate.dtype)
 
 
 def forward(
-    make: Make, x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None, y: torch.Tensor, kind: Triple
+    make: Make, x: torch.Tensor, weight: torch.Tensor | None, gate: torch.Tensor | None, y: torch.Tensor, kind: Kind
 ) -> Callable[..., None]:
     """A function ``(x, weight, gate, y)`` that computes ``y``.
 
@@ -79,14 +70,14 @@ def forward(
     width = int(x.shape[-1])  # compiled in: a compiler that traces must settle it, should it be a symbol
     rows = [_rows(tensor) for tensor in (x, gate, y)]
     count = rows[0].total
-    shape = shape_of(x.device, "forward", width, count)
+    rows_each, block, warps, programs, _ = tiling_of(x.device, "forward", width, count)
     eps, offset, cast = kind
     constants = {
         "OFFSET": offset, "CAST": cast, "HAS_WEIGHT": weight is not None, "HAS_GATE": gate is not None,
-        "ROWS": shape.rows_each, "BLOCK": shape.block, "LOOP": shape.block < width, "FAR": _far(width, rows),
+        "ROWS": rows_each, "BLOCK": block, "LOOP": block < width, "FAR": _far(width, rows),
     }  # fmt: skip
     scalars = (count, width, eps, *_strides(rows))
-    return make(kernels.forward_kernel, Launch((shape.programs,), scalars, constants, shape.warps))
+    return make(kernels.forward_kernel, Launch((programs,), scalars, constants, warps))
 
 
 def backward(
@@ -111,7 +102,7 @@ def backward(
         return _wide_backward(make, width, dy, x, weight, dx, dw, eps, offset)
     rows = [_rows(tensor) for tensor in (dy, x, gate, dx, dgate)]
     count = rows[1].total
-    rows_each, block, warps, programs, stages = shape_of(x.device, "backward", width, count)
+    rows_each, block, warps, programs, stages = tiling_of(x.device, "backward", width, count)
     constants = {
         "OFFSET": offset, "HAS_WEIGHT": weight is not None, "HAS_GATE": gate is not None,
         "NEEDS_DW": dw is not None, "ROWS": rows_each, "BLOCK": block, "GROUP": GROUP, "STAGES": stages,

@@ -80,11 +80,11 @@ def load(target: Any, site: Site) -> Callable[..., Any]:
     def kernel(tensors: tuple[Any, ...], cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int) -> Any:
         return launch(function, *tensors, cos, sin)
 
-    def refuses(tensors: tuple[Any, ...], cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int) -> str | None:
+    def reason(tensors: tuple[Any, ...], cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int) -> str | None:
         q, k = tensors
-        reason = call_reason(q, k, cos, sin, one_dtype=False)
-        if reason is not None:
-            return reason
+        why = call_reason(q, k, cos, sin, one_dtype=False)
+        if why is not None:
+            return why
         # Liger computes in the tables' dtype and returns q's: with other dtypes the original promotes its result, or
         # computes in more bits.
         if k.dtype != q.dtype or not (cos.dtype == sin.dtype in ((q.dtype, torch.float32) if restores else (q.dtype,))):
@@ -106,7 +106,7 @@ def load(target: Any, site: Site) -> Callable[..., Any]:
             doubled[width] = _halves_equal(cos) and _halves_equal(sin)
         return None if doubled[width] else "the halves of cos or sin differ"
 
-    return function_of(variant, kernel, refuses, "liger_rotary")
+    return function_of(variant, kernel, reason, "liger_rotary")
 
 
 def _halves_equal(table: torch.Tensor) -> bool:

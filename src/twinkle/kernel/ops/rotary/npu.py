@@ -92,11 +92,11 @@ def load(target: Any, site: Site) -> Callable[..., Any]:
         cos, sin = (_table(_spread(table, unsqueeze_dim, tensors[0]), dialect) for table in (cos, sin))
         return tuple([turn_part(_turned, tensor, cos, sin, dialect) for tensor in tensors])
 
-    def refuse(tensors: tuple[torch.Tensor, ...], cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int) -> Any:
+    def reason(tensors: tuple[torch.Tensor, ...], cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int) -> Any:
         cos, sin = (_spread(table, unsqueeze_dim, tensors[0]) for table in (cos, sin))
-        return _refusal(tensors, cos, sin, dialect)
+        return _reason(tensors, cos, sin, dialect)
 
-    return function_of(variant, kernel, refuse, "npu_rotary")
+    return function_of(variant, kernel, reason, "npu_rotary")
 
 
 def load_multimodal(target: Any, site: Site) -> Callable[..., Any]:
@@ -109,25 +109,25 @@ def load_multimodal(target: Any, site: Site) -> Callable[..., Any]:
         return tuple([turn_part(_turned, tensor, cos, sin, dialect) for tensor in (q, k)])
 
     def accepts_call(q, k, cos, sin, mrope_section, unsqueeze_dim=1):  # type: ignore[no-untyped-def]
-        return _refusal((q, k), cos[0].unsqueeze(unsqueeze_dim), sin[0].unsqueeze(unsqueeze_dim), dialect)
+        return _reason((q, k), cos[0].unsqueeze(unsqueeze_dim), sin[0].unsqueeze(unsqueeze_dim), dialect)
 
     npu_multimodal_rotary.accepts_call = accepts_call  # type: ignore[attr-defined]
     return npu_multimodal_rotary
 
 
-def _refusal(tensors: tuple[torch.Tensor, ...], cos: torch.Tensor, sin: torch.Tensor, dialect: Dialect) -> str | None:
+def _reason(tensors: tuple[torch.Tensor, ...], cos: torch.Tensor, sin: torch.Tensor, dialect: Dialect) -> str | None:
     """Why a call can't be served; the tables have as many dimensions as the tensors already."""
-    reason = call_reason(*tensors, cos, sin, one_dtype=False)
-    if reason is not None:
-        return reason
+    why = call_reason(*tensors, cos, sin, one_dtype=False)
+    if why is not None:
+        return why
     if cos.requires_grad or sin.requires_grad:
         return "cos or sin needs a gradient"
     if cos.shape != sin.shape:
         return "cos and sin differ in shape"
     for x in tensors:
-        reason = _shape_reason(x, cos, dialect)
-        if reason is not None:
-            return reason
+        why = _shape_reason(x, cos, dialect)
+        if why is not None:
+            return why
     return None
 
 

@@ -39,11 +39,11 @@ def load(target: Any, site: Site) -> Callable[..., Any]:
             return _Rotation.apply(dialect, *tables, *tensors)
         return tuple([turn_part(_turned, t, *tables, dialect, False) for t in tensors])
 
-    def refuse(tensors: tuple[torch.Tensor, ...], cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int) -> Any:
+    def reason(tensors: tuple[torch.Tensor, ...], cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int) -> Any:
         why = "cos or sin needs a gradient" if cos.requires_grad or sin.requires_grad else transformed()
         return why or slower(tensors[0])
 
-    return function_of(site.variant, kernel, refuse, "torch_rotary")
+    return function_of(site.variant, kernel, reason, "torch_rotary")
 
 
 class _Rotation(torch.autograd.Function):
