@@ -18,6 +18,22 @@ from twinkle.kernel.ops.triton_parts import arange, inverse_rms, sum_of_programs
 
 
 @triton.jit
+def _halves(at, stride, pair, pairs, mask):
+    """What lies at channels ``a`` and at channels ``b``, in fp32."""
+    at += pair * stride
+    a = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(at + tl.cast(pairs, pair.dtype) * stride, mask=mask, other=0.0).to(tl.float32)
+    return a, b
+
+
+@triton.jit
+def _weights(w_ptr, pair, pairs, OFFSET: tl.constexpr):
+    """A norm's factors of channels ``a`` and ``b``."""
+    a, b = _halves(w_ptr, 1, pair, pairs, pair < pairs)
+    return a + OFFSET, b + OFFSET
+
+
+@triton.jit
 def _scaled(x, rstd, weight, dtype: tl.constexpr, CAST: tl.constexpr, SAME: tl.constexpr):
     """A norm's result, rounded where the original rounds it; SAME: the weight has the input's dtype."""
     y = x * rstd[:, None]
@@ -41,10 +57,8 @@ def _turn_heads(
     head = first + arange(HEADS, FAR)
     x_at = x_row + head[:, None] * x_head
     y_at = y_row + head[:, None] * y_head
-    is_pair = pair < pairs
-    mask = (head < heads)[:, None] & is_pair[None, :]
-    a = tl.load(x_at + pair[None, :] * x_channel, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(x_at + (pair + pairs)[None, :] * x_channel, mask=mask, other=0.0).to(tl.float32)
+    mask = (head < heads)[:, None] & (pair < pairs)[None, :]
+    a, b = _halves(x_at, x_channel, pair[None, :], pairs, mask)
     squares = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
     if REST > 0:
         rest = 2 * pairs + arange(REST, FAR)
@@ -52,8 +66,7 @@ def _turn_heads(
         c = tl.load(x_at + rest[None, :] * x_channel, mask=c_mask, other=0.0).to(tl.float32)
         squares += tl.sum(c * c, axis=1)
     rstd = inverse_rms(squares, head_dim, eps)
-    a_weight = tl.load(w_ptr + pair, mask=is_pair, other=0.0).to(tl.float32) + OFFSET
-    b_weight = tl.load(w_ptr + pairs + pair, mask=is_pair, other=0.0).to(tl.float32) + OFFSET
+    a_weight, b_weight = _weights(w_ptr, pair, pairs, OFFSET)
     a = _scaled(a, rstd, a_weight, dtype, CAST, SAME)
     b = _scaled(b, rstd, b_weight, dtype, CAST, SAME)
     a_turned = a * cos_a[None, :] - b * sin_a[None, :]
@@ -82,12 +95,9 @@ def forward_kernel(
     batch = row // length
     token = row % length
     pair = arange(PAIRS, FAR)
-    cos_at = cos_ptr + batch * cos_batch + token * cos_token + pair * cos_channel
-    sin_at = sin_ptr + batch * sin_batch + token * sin_token + pair * sin_channel
-    cos_a = tl.load(cos_at, mask=pair < pairs, other=0.0).to(tl.float32)
-    cos_b = tl.load(cos_at + pairs * cos_channel, mask=pair < pairs, other=0.0).to(tl.float32)
-    sin_a = tl.load(sin_at, mask=pair < pairs, other=0.0).to(tl.float32)
-    sin_b = tl.load(sin_at + pairs * sin_channel, mask=pair < pairs, other=0.0).to(tl.float32)
+    is_pair = pair < pairs
+    cos_a, cos_b = _halves(cos_ptr + batch * cos_batch + token * cos_token, cos_channel, pair, pairs, is_pair)
+    sin_a, sin_b = _halves(sin_ptr + batch * sin_batch + token * sin_token, sin_channel, pair, pairs, is_pair)
     _turn_heads(
         q_ptr + batch * q_batch + token * q_token, q_out_ptr + batch * qo_batch + token * qo_token,
         qw_ptr, cos_a, sin_a, cos_b, sin_b, q_eps, pair,
@@ -114,13 +124,9 @@ def _turn_heads_back(
     x_at = x_row + head[:, None] * x_head
     dy_at = dy_row + head[:, None] * dy_head
     dx_at = dx_row + head[:, None] * dx_head
-    a_channel = pair[None, :]
-    b_channel = (pair + pairs)[None, :]
     mask = there[:, None] & (pair < pairs)[None, :]
-    a = tl.load(x_at + a_channel * x_channel, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(x_at + b_channel * x_channel, mask=mask, other=0.0).to(tl.float32)
-    a_grad = tl.load(dy_at + a_channel * dy_channel, mask=mask, other=0.0).to(tl.float32)
-    b_grad = tl.load(dy_at + b_channel * dy_channel, mask=mask, other=0.0).to(tl.float32)
+    a, b = _halves(x_at, x_channel, pair[None, :], pairs, mask)
+    a_grad, b_grad = _halves(dy_at, dy_channel, pair[None, :], pairs, mask)
     squares = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
     if REST > 0:
         rest = (2 * pairs + arange(REST, FAR))[None, :]
@@ -146,8 +152,10 @@ def _turn_heads_back(
         dc *= c_weight[None, :]
         projection += tl.sum(dc * c, axis=1)
     projection = (projection / head_dim)[:, None]
-    tl.store(dx_at + a_channel * dx_channel, (rstd * (da - a * projection)).to(dx_row.dtype.element_ty), mask=mask)
-    tl.store(dx_at + b_channel * dx_channel, (rstd * (db - b * projection)).to(dx_row.dtype.element_ty), mask=mask)
+    a = rstd * (da - a * projection)
+    b = rstd * (db - b * projection)
+    tl.store(dx_at + pair[None, :] * dx_channel, a.to(dx_row.dtype.element_ty), mask=mask)
+    tl.store(dx_at + (pair + pairs)[None, :] * dx_channel, b.to(dx_row.dtype.element_ty), mask=mask)
     if REST > 0:
         tl.store(dx_at + rest * dx_channel, (rstd * (dc - c * projection)).to(dx_row.dtype.element_ty), mask=c_mask)
     return a_sum, b_sum, c_sum
@@ -170,11 +178,9 @@ def backward_kernel(
     is_pair = pair < pairs
     REST_OR_ONE: tl.constexpr = REST if REST > 0 else 1
     rest = 2 * pairs + tl.arange(0, REST_OR_ONE)
-    qa_weight = tl.load(qw_ptr + pair, mask=is_pair, other=0.0).to(tl.float32) + OFFSET
-    qb_weight = tl.load(qw_ptr + pairs + pair, mask=is_pair, other=0.0).to(tl.float32) + OFFSET
+    qa_weight, qb_weight = _weights(qw_ptr, pair, pairs, OFFSET)
     qc_weight = tl.load(qw_ptr + rest, mask=rest < head_dim, other=0.0).to(tl.float32) + OFFSET
-    ka_weight = tl.load(kw_ptr + pair, mask=is_pair, other=0.0).to(tl.float32) + OFFSET
-    kb_weight = tl.load(kw_ptr + pairs + pair, mask=is_pair, other=0.0).to(tl.float32) + OFFSET
+    ka_weight, kb_weight = _weights(kw_ptr, pair, pairs, OFFSET)
     kc_weight = tl.load(kw_ptr + rest, mask=rest < head_dim, other=0.0).to(tl.float32) + OFFSET
     dqa = tl.zeros((PAIRS,), dtype=tl.float32)
     dqb = tl.zeros((PAIRS,), dtype=tl.float32)
@@ -187,12 +193,8 @@ def backward_kernel(
         block = item % blocks
         batch = row // length
         token = row % length
-        cos_at = cos_ptr + batch * cos_batch + token * cos_token + pair * cos_channel
-        sin_at = sin_ptr + batch * sin_batch + token * sin_token + pair * sin_channel
-        cos_a = tl.load(cos_at, mask=is_pair, other=0.0).to(tl.float32)
-        cos_b = tl.load(cos_at + pairs * cos_channel, mask=is_pair, other=0.0).to(tl.float32)
-        sin_a = tl.load(sin_at, mask=is_pair, other=0.0).to(tl.float32)
-        sin_b = tl.load(sin_at + pairs * sin_channel, mask=is_pair, other=0.0).to(tl.float32)
+        cos_a, cos_b = _halves(cos_ptr + batch * cos_batch + token * cos_token, cos_channel, pair, pairs, is_pair)
+        sin_a, sin_b = _halves(sin_ptr + batch * sin_batch + token * sin_token, sin_channel, pair, pairs, is_pair)
         a, b, c = _turn_heads_back(
             dq_out_ptr + batch * g_q_batch + token * g_q_token, q_ptr + batch * q_batch + token * q_token,
             dq_ptr + batch * dq_batch + token * dq_token,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,9 +10,9 @@ import triton
 
 from twinkle.kernel.ops.fused_norms import qk_kernels as kernels
 from twinkle.kernel.ops.fused_norms.qk_reference import Rotated
-from twinkle.kernel.ops.rotary.triton_layout import Strides, strides_of, table_strides
+from twinkle.kernel.ops.rotary.triton_layout import dealt, places, strides_of
 from twinkle.kernel.ops.triton_parts import GROUP, counters
-from twinkle.kernel.ops.triton_support import far, processors, tuned
+from twinkle.kernel.ops.triton_support import processors, tuned
 from twinkle.triton_programs import NO_SCRATCH, Launch, Make
 
 
@@ -38,24 +37,15 @@ class _Geometry:
         self.head_dim, turning, *heads = map(int, (q.shape[-1], cos.shape[-1], q.shape[at], k.shape[at]))
         pairs, rest = turning // 2, self.head_dim - turning
         elements, self.warps, self.per_processor = tuned("qk_norm_rotary", direction, q.device, 1)
-        most = max(1, elements // triton.next_power_of_2(self.head_dim))
-        each = [min(triton.next_power_of_2(count), most) for count in heads]
-        blocks = max(triton.cdiv(count, of_each) for count, of_each in zip(heads, each, strict=True))
+        each, blocks = dealt(heads, max(1, elements // triton.next_power_of_2(self.head_dim)))
         length = q.shape[3 - at]
         self.items = q.shape[0] * length * blocks
-        self.tables = [table_strides(table) for table in (cos, sin)]
         self.scalars = (kind.q_eps, kind.k_eps, length, *heads, blocks, self.head_dim, pairs)
         self.constants = {
             "OFFSET": kind.offset, "Q_HEADS": each[0], "K_HEADS": each[1], "PAIRS": triton.next_power_of_2(pairs),
             "REST": triton.next_power_of_2(rest) if rest else 0,
         }  # fmt: skip
-        self._heads = max(heads)
-
-    def rest(self, strides: list[Strides]) -> tuple[tuple[int, ...], bool]:
-        """The scalars from the tensors' strides on, and whether some tile reaches further than 32 bits count."""
-        extents = [pair for s in strides for pair in ((self._heads, s[2]), (self.head_dim, s[3]))]
-        is_far = far(*extents, *((self.head_dim, table[2]) for table in self.tables))
-        return tuple(itertools.chain(*strides, *self.tables)), is_far
+        self.heads = max(heads)
 
 
 def forward(
@@ -69,7 +59,7 @@ def forward(
     """
     geometry = _Geometry(q, k, cos, sin, kind, "forward")
     strides = [strides_of(t, kind.heads_at) for t in (q, k)] + [strides_of(t, 1) for t in results]
-    scalars, is_far = geometry.rest(strides)
+    scalars, is_far = places(strides, (cos, sin), geometry.heads, geometry.head_dim)
     constants = {**geometry.constants, "CAST": kind.cast, "FAR": is_far}
     launch = Launch((geometry.items,), (*geometry.scalars, *scalars), constants, geometry.warps)
     return make(kernels.forward_kernel, launch)
@@ -95,7 +85,7 @@ def backward(
     """
     geometry = _Geometry(q, k, cos, sin, kind, "backward")
     strides = [strides_of(t, 1) for t in grads] + [strides_of(t, kind.heads_at) for t in (q, k, dq, dk)]
-    scalars, is_far = geometry.rest(strides)
+    scalars, is_far = places(strides, (cos, sin), geometry.heads, geometry.head_dim)
     most = processors(q.device) * geometry.per_processor
     programs = min(geometry.items, most) if isinstance(geometry.items, int) else most
     width = 2 * geometry.head_dim

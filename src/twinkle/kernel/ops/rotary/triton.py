@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,8 +14,8 @@ from twinkle.gradients import gradients_by_formula, saved_tensors, wants_formula
 from twinkle.kernel.ops.rotary import triton_kernels as kernels
 from twinkle.kernel.ops.rotary.reference import DIALECTS, Dialect, RotaryVariant, function_of
 from twinkle.kernel.ops.rotary.reference import rotate as reference_rotate
-from twinkle.kernel.ops.rotary.triton_layout import heads_reason, strides_of, table_reason, table_strides
-from twinkle.kernel.ops.triton_support import call_reason, far, library_op, tuned
+from twinkle.kernel.ops.rotary.triton_layout import dealt, heads_reason, places, strides_of, table_reason
+from twinkle.kernel.ops.triton_support import call_reason, library_op, tuned
 from twinkle.memory import Memory
 from twinkle.triton_programs import Launch, Make, Program, Traced
 
@@ -76,19 +75,16 @@ def _launched(
     if backward and dialect.output == "halves":  # the gradient comes in halves and goes back to pairs
         first_in, step_in, first_out, step_out = first_out, step_out, first_in, step_in
     elements, warps = tuned("rotary", "backward" if backward else "forward", q.device, 1)
-    most = max(1, elements // max(pairs, rest))
-    heads_each = [min(triton.next_power_of_2(count), most) for count in heads]
-    blocks = max(triton.cdiv(count, each) for count, each in zip(heads, heads_each, strict=True))
+    heads_each, blocks = dealt(heads, max(1, elements // max(pairs, rest)))
     strides = [strides_of(tensor, heads_at) for tensor in (q, k, outputs[0], outputs[-1])]
-    tables = [table_strides(table) for table in (cos, sin)]
-    extents = [pair for s in strides for pair in ((max(heads), s[2]), (head_dim, s[3]))]
+    everything, is_far = places(strides, (cos, sin), max(heads), head_dim)
     constants = {
         "FIRST_IN": first_in, "STEP_IN": step_in, "FIRST_OUT": first_out, "STEP_OUT": step_out,
         "TABLE_STEP": at.table_step, "TABLE_B": at.table_b, "BACKWARD": backward, "HAS_K": len(inputs) == 2,
         "Q_HEADS": heads_each[0], "K_HEADS": heads_each[1], "PAIRS": pairs, "REST": rest,
-        "FAR": far(*extents, *((head_dim, table[2]) for table in tables)),
+        "FAR": is_far,
     }  # fmt: skip
-    scalars = (length, *heads, blocks, head_dim, at.pairs, at.start, *itertools.chain(*strides, *tables))
+    scalars = (length, *heads, blocks, head_dim, at.pairs, at.start, *everything)
     return make(kernels.rotary_kernel, Launch((batch * length * blocks,), scalars, constants, warps))
 
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import torch
+import triton
+
+from twinkle.kernel.ops.triton_support import far
 
 Strides = tuple[int, int, int, int]
 """Of batch, token, head and channel."""
@@ -21,6 +27,27 @@ def table_strides(table: torch.Tensor) -> tuple[int, int, int]:
     if table.dim() == 2:
         return 0, table.stride(0), table.stride(1)
     return table.stride(0) if table.shape[0] != 1 else 0, table.stride(1), table.stride(2)
+
+
+def places(
+    strides: Sequence[Strides], tables: Sequence[torch.Tensor], heads: int, head_dim: int
+) -> tuple[tuple[int, ...], bool]:
+    """The arguments that say where everything lies, and whether some tile reaches further than 32 bits count.
+
+    Args:
+        strides: the tensors', of up to ``heads`` heads of ``head_dim`` channels.
+        tables: cos and sin.
+    """
+    of_tables = [table_strides(table) for table in tables]
+    extents = [extent for s in strides for extent in ((heads, s[2]), (head_dim, s[3]))]
+    is_far = far(*extents, *((head_dim, channel) for _, _, channel in of_tables))
+    return tuple(itertools.chain(*strides, *of_tables)), is_far
+
+
+def dealt(heads: Sequence[int], most: int) -> tuple[list[int], int]:
+    """How many of each tensor's heads a program takes, at most so many, and how many programs a token needs."""
+    each = [min(triton.next_power_of_2(count), most) for count in heads]
+    return each, max(triton.cdiv(count, of_each) for count, of_each in zip(heads, each, strict=True))
 
 
 def _without_heads(shape: torch.Size, heads_at: int) -> tuple[int, ...]:
