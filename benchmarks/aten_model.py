@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.program import arguments, device_option, finish, platform_here, progress, start
-from benchmarks.step import DTYPE, QWEN3_SMALL, Workload, new_model, toy
+from benchmarks.workloads import DTYPE, QWEN3_SMALL, Workload, new_model, toy
 from twinkle.aten import install
 from twinkle.bench.clocks import ceilings
 from twinkle.bench.results import Result, Run, measured

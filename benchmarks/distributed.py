@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.alone import ROOT, alone
-from benchmarks.program import arguments, finish, names_option, progress, start
+from benchmarks.program import arguments, figure_cells, finish, forget_peak, names_option, peak_memory, progress, start
 from benchmarks.step import checked
 from benchmarks.trace import kinds_of_work, profiled
 from twinkle.bench.clocks import synchronize
@@ -87,9 +87,7 @@ def measure(who: str, ep: int, asked: dict[str, Any]) -> tuple[Result, torch.dev
         for number in range(1, WARM_UP):
             step(number)
         synchronize(device)
-        module = None if device.type == "cpu" else torch.get_device_module(device)
-        if module:
-            module.reset_peak_memory_stats()
+        forget_peak(device)
         ms = []
         for number in range(WARM_UP, WARM_UP + asked["steps"]):
             dist.barrier()
@@ -101,8 +99,8 @@ def measure(who: str, ep: int, asked: dict[str, Any]) -> tuple[Result, torch.dev
         fields = measured(ms)
         each = asked["batch"] * settings.length / fields["ms"]["p50"] * 1e3
         figures |= {"tokens_per_s": round(each * place.world, 1), "tokens_per_s_each": round(each, 1)}
-        if module:
-            peak = torch.tensor(module.max_memory_allocated() / 1e9, device=device)
+        if device.type != "cpu":
+            peak = torch.tensor(peak_memory(device)["peak_memory_gb"], device=device)
             dist.all_reduce(peak, dist.ReduceOp.MAX)
             figures |= {"peak_memory_gb": round(peak.item(), 3)} | profiled(lambda: step(0), device, _work)
         backend = experts_backend(model)
@@ -189,10 +187,9 @@ def report(run: Run) -> str:
     for row in run.results:
         if not row.ms:
             continue
-        figures = (f"{row.figures[name]:g}" if name in row.figures else "-" for name in COLUMNS)
         _, _, world, ep = row.case.rsplit("/", 3)
         each = f"{row.figures['tokens_per_s_each']:.0f}"
-        lines.append((world, ep, row.who, each, significant(row.ms["p50"]), *figures))
+        lines.append((world, ep, row.who, each, significant(row.ms["p50"]), *figure_cells(row, COLUMNS)))
     shown = plain(table(("", "", "who", "tokens/s each", "ms", *COLUMNS.values()), lines, width_of_terminal()))
     return "\n".join([shown, *(f"{row.case} {row.who}: {row.note}" for row in run.results if row.note)])
 

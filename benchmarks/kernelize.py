@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from benchmarks.program import arguments, finish, start
+from benchmarks.workloads import QWEN3_30B_A3B
 from twinkle.bench.clocks import CpuClock, interleaved
 from twinkle.bench.results import Result, Run, measured, percentile_texts, significant
 from twinkle.kernel import DEFAULT_KERNEL_CONFIG, kernelize
@@ -29,28 +30,13 @@ from twinkle.kernel.testing import register_test_backends, unregister_test_backe
 from twinkle.kernel.undo import unkernelize
 from twinkle.layout import plain, table, width_of_terminal
 
-A3B: dict[str, Any] = {
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "vocab_size": 151936,
-}
-"""Of Qwen3-30B-A3B's published configuration, what decides about the number and the kind of modules."""
-
 
 def meta_model(layers: int) -> nn.Module:
     """A Qwen3-MoE without storage."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     with torch.device("meta"):
-        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**A3B, "num_hidden_layers": layers})).eval()
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**QWEN3_30B_A3B, "num_hidden_layers": layers})).eval()
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -116,11 +116,10 @@ def timed_rounds(step: Callable[[], Any], device: torch.device, rounds: int) -> 
     figures = {}
     if device.type != "cpu":
         synchronize(device)
-        module = torch.get_device_module(device)
-        module.reset_peak_memory_stats()
+        forget_peak(device)
         step()
         synchronize(device)
-        figures["peak_memory_gb"] = round(module.max_memory_allocated() / 1e9, 3)
+        figures = peak_memory(device)
     # The clocks after that: one holds memory of its own.
     host_clock = host_clock_for(device)
     ms = _in_a_row(step, clock_for(device), rounds)
@@ -133,15 +132,32 @@ def _in_a_row(step: Callable[[], Any], clock: Clock, rounds: int) -> list[float]
     return [read() for read in reads]
 
 
+def forget_peak(device: torch.device) -> None:
+    """From here on counts what :func:`peak_memory` tells."""
+    if device.type != "cpu":
+        torch.get_device_module(device).reset_peak_memory_stats()
+
+
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """A row's figure: the most memory that PyTorch held at once; none on a CPU."""
+    if device.type == "cpu":
+        return {}
+    return {"peak_memory_gb": round(torch.get_device_module(device).max_memory_allocated() / 1e9, 3)}
+
+
+def figure_cells(row: Result, names: Iterable[str]) -> list[str]:
+    """A row's figures of these names, for a table."""
+    return [f"{row.figures[name]:g}" if name in row.figures else "-" for name in names]
+
+
 TIME_AND_MEMORY = ("ms (p20 .. p80)", "submitted, ms", "peak GB")
 
 
-def time_and_memory(row: Result) -> tuple[str, str, str]:
+def time_and_memory(row: Result) -> tuple[str, ...]:
     """What :func:`timed_rounds` found, for a report: a cell for each of ``TIME_AND_MEMORY``."""
     assert row.ms
-    peak = row.figures.get("peak_memory_gb")
     submitted = "-" if row.host_us is None else significant(row.host_us["p50"] / 1e3)
-    return spread(row.ms), submitted, "-" if peak is None else f"{peak:g}"
+    return spread(row.ms), submitted, *figure_cells(row, ["peak_memory_gb"])
 
 
 def sized(

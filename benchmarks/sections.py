@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from benchmarks import aten_sections, op_sections
 from benchmarks.markdown import PLOTS, Files, markdown_table, missing, run_line
 from benchmarks.plots import bar_chart, line_chart
+from benchmarks.program import figure_cells
 from benchmarks.step import CANDIDATES
 from benchmarks.training import OURS, judged
 from benchmarks.verdict import compare
@@ -25,21 +26,21 @@ CHOSEN = "★"
 # --- sections ---------------------------------------------------------------------------------------------------------
 
 
-def ops(files: Files, text: dict[str, str], device: str) -> str:
+# Each function has a result file, a language's texts and the device's type, and gives what stands below the line that
+# names the file's run.
+
+
+def ops(found: ResultFile, text: dict[str, str], device: str) -> list[str]:
     """A table per op, without the small cases."""
-    name = f"{device}/ops"
-    if name not in files:
-        return missing(name, text)
-    found = files[name]
     copy_speed = found.run["ceilings"].get("copy_gb_per_s") if device != "cpu" else None
-    parts = [run_line(name, found, text)]
+    parts: list[str] = []
     if device != "cpu":
         parts += [f"![{text[f'plot {d}']}]({PLOTS}/ops-{device}-{d}.svg)" for d in ("fb", "f")]
     for one in view.tables(found.results, copy_speed):
         if one.op:
             parts += [f"#### `{one.op}`", _op_table(one, text)]
     notes = [f"- {who} ({', '.join(ops)}): {why}" for (who, why), ops in view.why_not(found.results).items()]
-    return "\n\n".join([*parts, *([text["not measured"] + "\n\n" + "\n".join(notes)] if notes else [])])
+    return [*parts, *([text["not measured"], "\n".join(notes)] if notes else [])]
 
 
 def _op_table(found: Table, text: dict[str, str]) -> str:
@@ -51,13 +52,9 @@ def _op_table(found: Table, text: dict[str, str]) -> str:
     return markdown_table(header, rows, found.labels)
 
 
-def host(files: Files, text: dict[str, str], device: str) -> str:
-    """What a call costs on the host: of the program ``host``, else the small cases of ``ops``."""
-    name = next((name for name in (f"{device}/host", f"{device}/ops") if name in files), None)
-    if name is None:
-        return missing(f"{device}/host", text)
-    tables = [one for one in view.tables(files[name].results, None) if not one.op]
-    return "\n\n".join([run_line(name, files[name], text), *(_op_table(one, text) for one in tables)])
+def host(found: ResultFile, text: dict[str, str], device: str) -> list[str]:
+    """What a call costs on the host: the small cases."""
+    return [_op_table(one, text) for one in view.tables(found.results, None) if not one.op]
 
 
 STEP_PROGRAMS = ("step", "step_fused", "step_moe")
@@ -66,12 +63,8 @@ STEP_PROGRAMS = ("step", "step_fused", "step_moe")
 STEP_COLUMNS = ("peak_memory_gb", "gpu_busy_ms", "kernels", "first_step_s", "graphs", "graph_breaks")
 
 
-def step(files: Files, text: dict[str, str], device: str, program: str = "step") -> str:
+def step(found: ResultFile, text: dict[str, str], device: str, program: str = "step") -> list[str]:
     """Who was measured, a line per candidate, and two plots."""
-    name = f"{device}/{program}"
-    if name not in files:
-        return missing(name, text)
-    found = files[name]
     rows = []
     for (case, shape, dtype), candidates in medians(found.results).items():
         original = candidates.get(ORIGINAL)
@@ -80,7 +73,7 @@ def step(files: Files, text: dict[str, str], device: str, program: str = "step")
             speed = f"{row.figures['tokens_per_s']:,.0f}"
             if original and who != ORIGINAL:
                 speed += f" ({factor(row.figures['tokens_per_s'] / original.figures['tokens_per_s'])})"
-            figures = [f"{row.figures[key]:g}" if key in row.figures else "-" for key in STEP_COLUMNS]
+            figures = figure_cells(row, STEP_COLUMNS)
             model = f"{case.removeprefix('step/')} {shape} {dtype}"
             rows.append((model, who, speed, spread(row.ms, to="–"), significant(row.host_us["p50"] / 1e3), *figures))
     header = [text[f"column {key}"] for key in ("model", "who", "speed", "ms", "host", *STEP_COLUMNS)]
@@ -92,8 +85,7 @@ def step(files: Files, text: dict[str, str], device: str, program: str = "step")
     ]
     whos = [f"- `{who}`: {text[f'who {who}']}" for who, _ in _in_order({row.who: row for row in found.results})]
     notes = [f"- {row.who}: {row.note}" for row in found.results if row.note]
-    table = markdown_table(header, rows, 2)
-    return "\n\n".join([run_line(name, found, text), "\n".join(whos), *plots, table, "\n".join(notes)]).rstrip()
+    return ["\n".join(whos), *plots, markdown_table(header, rows, 2), "\n".join(notes)]
 
 
 def _in_order(candidates: dict[str, Result]) -> list[tuple[str, Result]]:
@@ -101,12 +93,9 @@ def _in_order(candidates: dict[str, Result]) -> list[tuple[str, Result]]:
     return [(who, candidates[who]) for who in CANDIDATES if who in candidates]
 
 
-def timed(files: Files, text: dict[str, str], device: str, program: str) -> str:
+def timed(found: ResultFile, text: dict[str, str], device: str) -> list[str]:
     """A line per candidate of ``loss``, ``moe`` and ``attention``: time, memory, and the loss's error."""
-    name = f"{device}/{program}"
-    if name not in files:
-        return missing(name, text)
-    found, rows = files[name], []
+    rows = []
     passes = {"f": "f", "fb": "f+b"}
     errors = any("dw_error" in row.figures for row in found.results)
     submitted = any(row.host_us for row in found.results)
@@ -121,18 +110,15 @@ def timed(files: Files, text: dict[str, str], device: str, program: str) -> str:
     columns = ["shape", "dtype", "pass", "who", "time", *["host"] * submitted, "peak_memory_gb", *["dw_error"] * errors]
     header = [text.get(f"column {key}", key) for key in columns]
     notes = [f"- {row.who}: {row.note}" for row in found.results if row.note]
-    return "\n\n".join([run_line(name, found, text), markdown_table(header, rows, 4), *notes])
+    return [markdown_table(header, rows, 4), *notes]
 
 
 WORK_COLUMNS = ("all_to_all_ms", "sharding_ms", "experts_ms", "rest_ms", "exposed_ms", "peak_memory_gb")
 
 
-def distributed(files: Files, text: dict[str, str], device: str) -> str:
+def distributed(found: ResultFile, text: dict[str, str], device: str) -> list[str]:
     """A line per layout and candidate, against the original in the same layout and our own on one device."""
-    name = f"{device}/distributed"
-    if name not in files:
-        return missing(name, text)
-    found, rows = files[name], []
+    rows = []
     cases = medians(found.results)
     alone = {
         who: row for candidates in cases.values() for who, row in candidates.items() if "/1 processes/" in row.case
@@ -145,22 +131,19 @@ def distributed(files: Files, text: dict[str, str], device: str) -> str:
             speed = f"{each:,.0f}"
             if original and who != ORIGINAL:
                 speed += f" ({factor(each / original.figures['tokens_per_s_each'])})"
-            figures = [f"{row.figures[key]:g}" if key in row.figures else "-" for key in WORK_COLUMNS]
+            figures = figure_cells(row, WORK_COLUMNS)
             _, _, world, ep = case.rsplit("/", 3)
             rows.append((world.split()[0], ep.split()[1], who, speed, share, significant(row.ms["p50"]), *figures))
     columns = ("processes", "ep", "who", "each", "of one", "ms p50", *WORK_COLUMNS)
     header = [text[f"column {key}"] for key in columns]
     notes = [f"- {row.case.removeprefix('distributed/')}, {row.who}: {row.note}" for row in found.results if row.note]
     settings = ", ".join(f"{key} {value}" for key, value in found.run["settings"].items() if value not in ("", None))
-    return "\n\n".join([run_line(name, found, text), settings, markdown_table(header, rows, 3), "\n".join(notes)])
+    return [settings, markdown_table(header, rows, 3), "\n".join(notes)]
 
 
-def training(files: Files, text: dict[str, str], device: str) -> str:
+def training(found: ResultFile, text: dict[str, str], device: str) -> list[str]:
     """A line per training, how far the kernelized curve is from the others, and both as plots."""
-    name = f"{device}/training"
-    if name not in files:
-        return missing(name, text)
-    found, rows = files[name], []
+    rows = []
     for row in found.results:
         assert row.ms
         rows.append((row.who, f"{row.figures['first_loss']:.4f}", f"{row.figures['last_loss']:.4f}", row.dtype))
@@ -170,31 +153,23 @@ def training(files: Files, text: dict[str, str], device: str) -> str:
         used=f"{worst.used:.2f}", distance=f"{worst.distance:.2g}", allowed=f"{worst.allowed:.2g}"
     )
     plots = [f"![{text[f'plot {what}']}]({PLOTS}/training-{device}-{what}.svg)" for what in ("loss", "distance")]
-    parts = [run_line(name, found, text), markdown_table(header, rows, 1), verdict, *plots, found.results[-1].note]
-    return "\n\n".join(parts)
+    return [markdown_table(header, rows, 1), verdict, *plots, found.results[-1].note]
 
 
-def kernelize(files: Files, text: dict[str, str], device: str) -> str:
+def kernelize(found: ResultFile, text: dict[str, str], device: str) -> list[str]:
     """A line per case."""
-    name = f"{device}/kernelize"
-    if name not in files:
-        return missing(name, text)
-    found, rows = files[name], []
+    rows = []
     for row in found.results:
         assert row.ms
         unit, scale = ("us", 1e3) if row.case == "call" else ("ms", 1.0)
         p20, p50, p80 = percentile_texts(row.ms, scale)
         rows.append((row.case, row.who, row.shape, f"{p50} {unit}", f"{p20}–{p80}"))
     header = [text.get(f"column {key}", key) for key in ("case", "who", "shape", "p50", "p20–p80")]
-    return "\n\n".join([run_line(name, found, text), markdown_table(header, rows, 3)])
+    return [markdown_table(header, rows, 3)]
 
 
-def model(files: Files, text: dict[str, str], device: str) -> str:
+def model(found: ResultFile, text: dict[str, str], device: str) -> list[str]:
     """A line per entry and backend, and what else its conclusions say."""
-    name = f"{device}/model"
-    if name not in files:
-        return missing(name, text)
-    found = files[name]
     decided, settings = conclude(found.results), found.run["settings"]
     original = next(row for row in found.results if row.case == ORIGINAL_CASE)
     assert original.ms and decided.noise_us is not None
@@ -217,7 +192,7 @@ def model(files: Files, text: dict[str, str], device: str) -> str:
         f"- `{short(target)}`: {text['without']}" for target in decided.without
     ]
     advice = [f"{text['better']}\n\n" + "\n".join(chains)] if chains else []
-    return "\n\n".join([run_line(name, found, text), about, markdown_table(header, rows, 2), *advice])
+    return [about, markdown_table(header, rows, 2), *advice]
 
 
 # --- what decided the order of the default chains ---------------------------------------------------------------------
@@ -310,6 +285,23 @@ def _memory_plot(found: ResultFile, direction: str, title: str) -> str:
 
 Section = Callable[[Files, dict[str, str]], str]
 
+ABOUT: dict[str, Callable[[ResultFile, dict[str, str], str], list[str]]] = {
+    "ops": ops,
+    "host": host,
+    **{program: functools.partial(step, program=program) for program in STEP_PROGRAMS},
+    **dict.fromkeys(("loss", "moe", "attention"), timed),
+    "distributed": distributed,
+    "training": training,
+    "kernelize": kernelize,
+    "model": model,
+}
+"""Program -> what is said of its result file."""
+
+INSTEAD = {"host": ("ops",)}
+"""Program -> others whose files tell the same, where it has none."""
+
+ABOUT_ATEN = {"aten": aten_sections.aten, "sweep": aten_sections.sweep, "aten_model": aten_sections.aten_model}
+
 
 def section(name: str) -> Section:
     """``ops cuda`` -> the function that gives it.
@@ -322,17 +314,15 @@ def section(name: str) -> Section:
         return chains
     if kind == "op":
         return lambda files, text: op_sections.op(files, text, device)
-    of_device = {
-        "ops": ops,
-        "host": host,
-        **{program: functools.partial(step, program=program) for program in STEP_PROGRAMS},
-        **{program: functools.partial(timed, program=program) for program in ("loss", "moe", "attention")},
-        "distributed": distributed,
-        "training": training,
-        "kernelize": kernelize,
-        "model": model,
-        "aten": aten_sections.aten,
-        "sweep": aten_sections.sweep,
-        "aten_model": aten_sections.aten_model,
-    }[kind]
-    return lambda files, text: of_device(files, text, device)
+    if kind in ABOUT_ATEN:
+        return lambda files, text: ABOUT_ATEN[kind](files, text, device)
+    about, names = ABOUT[kind], [f"{device}/{program}" for program in (kind, *INSTEAD.get(kind, ()))]
+
+    def of_device(files: Files, text: dict[str, str]) -> str:
+        name = next((name for name in names if name in files), None)
+        if name is None:
+            return missing(names[0], text)
+        parts = [run_line(name, files[name], text), *about(files[name], text, device)]
+        return "\n\n".join(filter(None, parts))
+
+    return of_device

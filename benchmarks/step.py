@@ -21,8 +21,19 @@ from typing import Any
 import torch
 
 from benchmarks.alone import alone
-from benchmarks.program import arguments, device_option, finish, names_option, progress, start
+from benchmarks.program import (
+    arguments,
+    device_option,
+    figure_cells,
+    finish,
+    forget_peak,
+    names_option,
+    peak_memory,
+    progress,
+    start,
+)
 from benchmarks.trace import profiled
+from benchmarks.workloads import DTYPE, QWEN3_MOE, QWEN3_SMALL, Workload, new_model, toy
 from twinkle.bench.clocks import ceilings, synchronize, use
 from twinkle.bench.ops import WRONG
 from twinkle.bench.results import ORIGINAL, Result, Run, measured, significant, spread
@@ -34,95 +45,7 @@ from twinkle.reasons import Reason
 
 # --- what is run ------------------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Workload:
-    """A model of transformers with random weights, and a batch of random tokens.
-
-    Attributes:
-        name: for the report.
-        family: ``Qwen3`` for ``Qwen3Config`` and ``Qwen3ForCausalLM``.
-        batch, length: of the token ids.
-        config: the configuration's arguments.
-        mask: what says that there is none: nothing is padded. That is what transformers sees by itself, but not under a
-            compiler: there it would build a mask, and attention with one takes three times as long. A model that takes
-            no mapping is left to see by itself.
-    """
-
-    name: str
-    family: str
-    batch: int
-    length: int
-    config: dict[str, Any]
-    mask: dict[str, None] | None = None
-
-    @property
-    def shape(self) -> str:
-        return f"{self.batch}x{self.length}"
-
-
-QWEN3_SMALL = Workload(
-    "qwen3-0.6b",
-    "Qwen3",
-    batch=4,
-    length=2048,
-    config={
-        "vocab_size": 151936,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 4096,
-        "attn_implementation": "sdpa",
-    },
-    mask={"full_attention": None},
-)
-"""The shape of Qwen3-0.6B as published."""
-
-QWEN3_MOE = Workload(
-    "qwen3-30b-a3b-6-layers",
-    "Qwen3Moe",
-    batch=2,
-    length=4096,
-    config={
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "max_position_embeddings": 4096,
-        "attn_implementation": "sdpa",
-    },
-)
-"""Six layers of the shape of Qwen3-30B-A3B."""
-
-_TOY = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
-
-
-def toy(workload: Workload) -> Workload:
-    """The same model in a size that tells nothing."""
-    narrow = {"moe_intermediate_size": 32, "num_experts": 16} if "num_experts" in workload.config else {}
-    config = {**workload.config, **_TOY, "intermediate_size": 128, **narrow}
-    return dataclasses.replace(workload, name="toy", batch=2, length=32, config=config)
-
-
 WORKLOADS = {workload.name: workload for workload in (QWEN3_SMALL, QWEN3_MOE)}
-DTYPE = torch.bfloat16
 
 
 def _patch_liger(workload: Workload) -> None:
@@ -195,19 +118,6 @@ CANDIDATES: dict[str, Candidate] = {
 # --- the process of one candidate -------------------------------------------------------------------------------------
 
 
-def new_model(workload: Workload, device: torch.device) -> Any:
-    """The model in training mode, without a cache, the same at every call on a device."""
-    import transformers
-
-    config = getattr(transformers, f"{workload.family}Config")(**workload.config)
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = getattr(transformers, f"{workload.family}ForCausalLM")(config)
-    model = model.to(DTYPE).train()
-    model.config.use_cache = False
-    return model
-
-
 def measure(who: str, workload: Workload, device: torch.device, *, seconds: float, compiler: str) -> Result:
     """A candidate's row, measured in this process.
 
@@ -245,14 +155,12 @@ def measure(who: str, workload: Workload, device: torch.device, *, seconds: floa
     for _ in range(2):
         step()
     synchronize(device)
-    module = None if device.type == "cpu" else torch.get_device_module(device)
-    if module:
-        module.reset_peak_memory_stats()
+    forget_peak(device)
     done, handed_over = _samples(step, device, seconds)
     fields = measured(done, handed_over)
     figures["tokens_per_s"] = round(workload.batch * workload.length / fields["ms"]["p50"] * 1e3, 1)
-    if module:
-        figures["peak_memory_gb"] = round(module.max_memory_allocated() / 1e9, 3)
+    figures |= peak_memory(device)
+    if device.type != "cpu":
         figures |= profiled(step, device)
     if candidate.compiled:
         figures |= _compiled_figures()
@@ -330,9 +238,8 @@ def report(run: Run) -> str:
         assert row.ms and row.host_us
         speed = row.figures["tokens_per_s"]
         of_original = f" ({factor(speed / rows[ORIGINAL].figures['tokens_per_s'])})" if ORIGINAL in rows else ""
-        figures = (f"{row.figures[name]:g}" if name in row.figures else "-" for name in COLUMNS)
         host_ms = significant(row.host_us["p50"] / 1e3)
-        lines.append((who, f"{speed:.0f}{of_original}", spread(row.ms), host_ms, *figures))
+        lines.append((who, f"{speed:.0f}{of_original}", spread(row.ms), host_ms, *figure_cells(row, COLUMNS)))
     header = ("who", "tokens/s", "ms (p20 .. p80)", "submitted, ms", *COLUMNS.values())
     shown = plain(table(header, lines, width_of_terminal()))
     return "\n".join([shown, *(f"{row.who}: {row.note}" for row in run.results if row.note)])

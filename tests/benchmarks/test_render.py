@@ -122,7 +122,7 @@ def test_layouts_become_a_table(language):
         Result("distributed/tiny/4 processes/ep 4", "hf", "9x9", "-", note="no such machine"),
     )
     run = {**run_of("GPU"), "settings": {"batch": 4, "layers": None}}
-    text = sections.distributed({"cuda/distributed": ResultFile(run, rows)}, TEXTS[language], "cuda")
+    text = sections.section("distributed cuda")({"cuda/distributed": ResultFile(run, rows)}, TEXTS[language])
     assert "| 2 | 2 | hf | 300 | - | 100 |" in text
     assert "| 2 | 2 | twinkle | 900 (3.00x) | 90% | 100 | - | - | 12.5 |" in text
     assert "- tiny/4 processes/ep 4, hf: no such machine" in text and "batch 4" in text and "layers" not in text
@@ -138,7 +138,7 @@ def test_a_step_becomes_a_table_and_two_plots(language):
         Result("step/qwen3-0.6b", "liger", "9x9", "float32", note="not here"),
     ]
     files = {"cuda/step": ResultFile(run_of("GPU"), tuple(rows))}
-    text = sections.step(files, TEXTS[language], "cuda")
+    text = sections.section("step cuda")(files, TEXTS[language])
     described = re.findall(r"^- `(.*)`: ", text, re.MULTILINE)
     assert described == ["hf", "twinkle", "liger"], "who has no row isn't explained"
     assert "90,000 (2.00x)" in text and "5031" in text and "- liger: not here" in text
@@ -160,11 +160,11 @@ def test_a_model_becomes_a_table_with_what_follows(language):
         Result("model/sdpa", "npu", "9x9", "float32", note="wrong: its loss is 1"),
     ]
     files = {"cuda/model": ResultFile({**run_of("GPU"), "settings": {"model": "tiny:llama"}}, tuple(rows))}
-    text = sections.model(files, TEXTS[language], "cuda")
+    text = sections.section("model cuda")(files, TEXTS[language])
     assert "| `llama.LlamaRMSNorm` | triton ★ | 4 | 1000 (999 .. 1001) | 250 (250 .. 250) | - | " in text
     assert "- `llama.LlamaRMSNorm`: npu → liger → triton → torch" in text
     assert TEXTS[language]["verdict faster"].format(share="2.0%") in text and mlp not in text
-    missing = sections.model({}, TEXTS[language], "cuda")
+    missing = sections.section("model cuda")({}, TEXTS[language])
     assert "twinkle-kernel bench Qwen/Qwen3-0.6B --output benchmarks/results/cuda/model.json" in missing
 
 
