@@ -16,6 +16,10 @@ def hooks_on(module: Any) -> bool:
 
 def hooks_for_all() -> str | None:
     """Why every module has to be called."""
-    if modules._global_forward_hooks or modules._global_forward_pre_hooks or modules._global_backward_hooks:
-        return "there are hooks for all modules"
-    return "there are hooks for all modules" if modules._global_backward_pre_hooks else None
+    found = (
+        modules._global_forward_hooks
+        or modules._global_forward_pre_hooks
+        or modules._global_backward_hooks
+        or modules._global_backward_pre_hooks
+    )
+    return "there are hooks for all modules" if found else None

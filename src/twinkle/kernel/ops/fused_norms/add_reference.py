@@ -7,7 +7,7 @@ weight. It may carry ``accepts_call(*same arguments) -> str | None``: a reason l
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -59,11 +59,8 @@ def probe(site: Site) -> str | Reason:
 def build(variant: str, compute_dtype: torch.dtype = torch.float32) -> Callable[..., SumAndNorm]:
     """The maths itself."""
 
-    def sum_and_norm(
-        residual: torch.Tensor, summand: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float, cast: Cast
-    ) -> SumAndNorm:
-        options = {"eps": eps, "offset": offset, "cast": cast, "compute_dtype": compute_dtype}
-        return original(residual, summand, weight, **options)  # type: ignore[arg-type]
+    def sum_and_norm(*tensors: torch.Tensor, **kind: Any) -> SumAndNorm:
+        return original(*tensors, **kind, compute_dtype=compute_dtype)
 
     return sum_and_norm
 

@@ -7,7 +7,7 @@ It may carry ``accepts_call(*same arguments) -> str | None``: a reason lets the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -74,12 +74,8 @@ def probe(site: Site) -> str | Reason:
 def build(variant: str, compute_dtype: torch.dtype = torch.float32) -> Callable[..., Rotated]:
     """The maths itself."""
 
-    def norms_and_rotary(
-        q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, cos: torch.Tensor,
-        sin: torch.Tensor, *, q_eps: float, k_eps: float, offset: float, cast: Cast, heads_at: int,
-    ) -> Rotated:  # fmt: skip
-        options = {"offset": offset, "cast": cast, "heads_at": heads_at, "compute_dtype": compute_dtype}
-        return original(q, k, q_weight, k_weight, cos, sin, q_eps=q_eps, k_eps=k_eps, **options)  # type: ignore[arg-type]
+    def norms_and_rotary(*tensors: torch.Tensor, **kind: Any) -> Rotated:
+        return original(*tensors, **kind, compute_dtype=compute_dtype)
 
     return norms_and_rotary
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -120,11 +121,13 @@ def repeated(tensor: torch.Tensor, groups: int) -> torch.Tensor:
     return tensor if groups == 1 else tensor.repeat_interleave(groups, dim=1)
 
 
-def call_reason(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, options: Any) -> str | None:
+def call_reason(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, options: Any
+) -> str | None:
     """Why no kernel serves a call."""
     for name, why in UNSERVED.items():
-        value = options.get(name)
-        if value is not None and value is not False:
+        given = options.get(name)
+        if given is not None and given is not False:
             return why
     if query.dim() != 4 or key.dim() != 4 or query.shape[1] % key.shape[1]:
         return "queries and keys of [batch, heads, length, channels] only"
@@ -133,3 +136,35 @@ def call_reason(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | Non
     if mask is not None and not (mask.dtype == torch.bool or mask.is_floating_point()):
         return "a mask that is neither boolean nor added to the scores"
     return None
+
+
+def function_of(attend: Callable[[Inputs, float], torch.Tensor], reason: Callable[..., str | None], name: str) -> Any:
+    """What a backend loads: a function with the signature of transformers', and its ``accepts_call``.
+
+    Args:
+        attend: of a call's inputs and the share of weights that is dropped, ``[B, N, Sq, Dv]``.
+        reason: ``reason(query, key, value, mask, options)`` -> why the call can't be served, or None.
+        name: the function's ``__name__``.
+    """
+
+    def attention(  # type: ignore[no-untyped-def]
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout=0.0,
+        scaling=None,
+        is_causal=None,
+        position_bias=None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, None]:
+        given = inputs_of(module, query, key, value, attention_mask, scaling, is_causal, position_bias)
+        return attend(given, dropout).transpose(1, 2).contiguous(), None
+
+    def accepts_call(module, query, key, value, attention_mask, *args, **kwargs) -> str | None:  # type: ignore[no-untyped-def]
+        return reason(query, key, value, attention_mask, kwargs)
+
+    attention.__name__ = attention.__qualname__ = name
+    attention.accepts_call = accepts_call  # type: ignore[attr-defined]
+    return attention

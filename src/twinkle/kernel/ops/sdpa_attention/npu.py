@@ -21,7 +21,7 @@ from twinkle.kernel.ops.sdpa_attention.inputs import (
     Inputs,
     additive,
     call_reason,
-    inputs_of,
+    function_of,
     with_means,
     without_empty_rows,
 )
@@ -141,33 +141,18 @@ def load(target: Any, site: Site) -> Callable[..., Any]:
     """A function with the signature of transformers'."""
     before_scale = scaled_with_the_scores(site.device)
 
-    def npu_attention(  # type: ignore[no-untyped-def]
-        module,
-        query,
-        key,
-        value,
-        attention_mask,
-        dropout=0.0,
-        scaling=None,
-        is_causal=None,
-        position_bias=None,
-        **kwargs,
-    ) -> tuple[torch.Tensor, None]:
-        given = inputs_of(module, query, key, value, attention_mask, scaling, is_causal, position_bias)
-        return _attention(given, dropout, before_scale).transpose(1, 2).contiguous(), None
+    def attend(given: Inputs, dropout: float) -> torch.Tensor:
+        return _attention(given, dropout, before_scale)
 
-    def accepts_call(module, query, key, value, attention_mask, *args, **kwargs) -> str | None:  # type: ignore[no-untyped-def]
-        return (
-            tensors_reason(query, key, value)
-            or call_reason(query, key, attention_mask, kwargs)
-            or _shape_reason(query, value)
-        )
-
-    npu_attention.accepts_call = accepts_call  # type: ignore[attr-defined]
-    return npu_attention
+    return function_of(attend, _reason, "npu_attention")  # type: ignore[no-any-return]
 
 
-def _shape_reason(query: torch.Tensor, value: torch.Tensor) -> str | None:
+def _reason(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, options: Any
+) -> str | None:
+    why = tensors_reason(query, key, value) or call_reason(query, key, value, mask, options)
+    if why is not None:
+        return why
     if query.shape[1] > MOST_HEADS or query.shape[-1] > WIDEST:
         return "more than 256 heads or 512 channels"
     return None if query.shape[-1] == value.shape[-1] else "values of another width than queries"

@@ -6,6 +6,7 @@ What a backend gives is a function with the signature of :func:`original`. It ma
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -74,20 +75,9 @@ def probe(site: Site) -> str | Reason:
 def build(variant: str, compute_dtype: torch.dtype = torch.float32) -> Callable[..., Any]:
     """The maths itself."""
 
-    def attention(  # type: ignore[no-untyped-def]
-        module,
-        query,
-        key,
-        value,
-        attention_mask,
-        dropout=0.0,
-        scaling=None,
-        is_causal=None,
-        position_bias=None,
-        **kwargs,
-    ) -> tuple[torch.Tensor, None]:
-        arguments = (query, key, value, attention_mask, dropout, scaling, is_causal, position_bias)
-        return original(module, *arguments, compute_dtype=compute_dtype)
+    @functools.wraps(original)  # whoever installs it compares signatures
+    def attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        return original(*args, **kwargs, compute_dtype=compute_dtype)  # type: ignore[misc]
 
     return attention
 

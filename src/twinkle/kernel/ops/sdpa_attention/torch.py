@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from twinkle.kernel.ops.sdpa_attention.inputs import Inputs, call_reason, inputs_of, repeated, with_means
+from twinkle.kernel.ops.sdpa_attention.inputs import Inputs, call_reason, function_of, repeated, with_means
 from twinkle.kernel.ops.sdpa_attention.masks import filled
 
 WIDEST = 256
@@ -49,25 +49,8 @@ def attention_by(takes_flex: Callable[[Inputs, float], bool]) -> Callable[..., A
     """
     from twinkle.kernel.ops.sdpa_attention import flex
 
-    def torch_attention(  # type: ignore[no-untyped-def]
-        module,
-        query,
-        key,
-        value,
-        attention_mask,
-        dropout=0.0,
-        scaling=None,
-        is_causal=None,
-        position_bias=None,
-        **kwargs,
-    ) -> tuple[torch.Tensor, None]:
-        given = inputs_of(module, query, key, value, attention_mask, scaling, is_causal, position_bias)
+    def attend(given: Inputs, dropout: float) -> torch.Tensor:
         out = flex.attention(given) if takes_flex(given, dropout) else None
-        out = fused(given, dropout) if out is None else out
-        return out.transpose(1, 2).contiguous(), None
+        return fused(given, dropout) if out is None else out
 
-    def accepts_call(module, query, key, value, attention_mask, *args, **kwargs) -> str | None:  # type: ignore[no-untyped-def]
-        return call_reason(query, key, attention_mask, kwargs)
-
-    torch_attention.accepts_call = accepts_call  # type: ignore[attr-defined]
-    return torch_attention
+    return function_of(attend, call_reason, "torch_attention")  # type: ignore[no-any-return]
