@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,3 +45,11 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
     yield name
     for module in [m for m in sys.modules if m.partition(".")[0] == name]:
         del sys.modules[module]
+
+
+@pytest.fixture
+def rope() -> Callable[..., Any]:
+    """Qwen3's rotary function before a test replaces it."""
+    from transformers.models.qwen3 import modeling_qwen3
+
+    return modeling_qwen3.apply_rotary_pos_emb

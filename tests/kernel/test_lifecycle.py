@@ -28,6 +28,7 @@ from tests.support.models import (
     same_bits,
     step,
 )
+from tests.support.qwen3 import QWEN3, kernelized_qwen3, loopback, qwen3
 from twinkle import presets
 from twinkle.kernel import KernelChoice, kernelize, registry
 from twinkle.kernel.ops.derived import reference_impl
@@ -35,20 +36,7 @@ from twinkle.kernel.reclass import installed_on
 from twinkle.kernel.report import report, short
 from twinkle.kernel.undo import Undone, patch, unkernelize
 
-QWEN3 = {"qwen3.Qwen3RMSNorm": 9, "qwen3.Qwen3MLP.forward": 2, "qwen3.apply_rotary_pos_emb": 1}
 HOME = sys.modules[Qwen3MLP.__module__]
-
-
-def qwen3():
-    return presets.build("qwen3")
-
-
-def loopback(*names):
-    return mapping("loopback", *(names or ("qwen3.",)))
-
-
-def kernelized_qwen3():
-    return kernelize(qwen3(), loopback())
 
 
 @pytest.fixture
@@ -56,11 +44,6 @@ def second_backend():
     registry.register_backend_for_every_op("loopback2", reference_impl)
     yield "loopback2"
     registry.unregister_backend_for_every_op("loopback2")
-
-
-@pytest.fixture
-def rope():
-    return HOME.apply_rotary_pos_emb
 
 
 # --- what a kernelized model looks like -------------------------------------------------------------------------------

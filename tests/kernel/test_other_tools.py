@@ -20,27 +20,16 @@ from tests.support.models import (
     differences,
     installed,
     look,
-    mapping,
     rows_of,
     same_bits,
     step,
 )
+from tests.support.qwen3 import QWEN3, kernelized_qwen3, loopback, qwen3
 from twinkle import presets
 from twinkle.kernel import kernelize
 from twinkle.kernel.reclass import installed_on
 from twinkle.kernel.report import report
 from twinkle.kernel.undo import unkernelize
-
-QWEN3 = {"qwen3.Qwen3RMSNorm": 9, "qwen3.Qwen3MLP.forward": 2, "qwen3.apply_rotary_pos_emb": 1}
-
-
-def qwen3(**options):
-    return presets.build("qwen3", **options)
-
-
-def kernelized_qwen3():
-    return kernelize(qwen3(), mapping("loopback", "qwen3."))
-
 
 # --- peft -------------------------------------------------------------------------------------------------------------
 
@@ -59,7 +48,7 @@ def test_lora_before_and_after_give_the_same(options):
     before, theirs = look(plain), step(plain)
     expected = {**QWEN3, "qwen3.Qwen3RMSNorm": 18 if options else 9}  # peft takes whatever name ends with norm
 
-    kernelize(plain, mapping("loopback", "qwen3."))
+    kernelize(plain, loopback())
     after_kernelize = lora(kernelized_qwen3(), **options)
     assert installed(plain) == installed(after_kernelize) == expected
     ours = step(plain)
@@ -95,11 +84,11 @@ def test_undo_of_what_peft_wraps_and_of_the_wrapper():
     model = qwen3()
     wrapper = lora(model)
     home, original = sys.modules[type(model).__module__], sys.modules[type(model).__module__].apply_rotary_pos_emb
-    kernelize(wrapper, mapping("loopback", "qwen3."))
+    kernelize(wrapper, loopback())
     unkernelize(model)  # all of the wrapper's weights are in it
     assert home.apply_rotary_pos_emb is original and rows_of(wrapper) == {}
 
-    kernelize(model, mapping("loopback", "qwen3."))
+    kernelize(model, loopback())
     unkernelize(wrapper)
     assert home.apply_rotary_pos_emb is original and rows_of(model) == {}
 
@@ -133,9 +122,9 @@ def test_accelerate_hooks(hooks_first, remove):
     model = qwen3()
     if hooks_first:
         seen = add_hooks(model)
-        kernelize(model, mapping("loopback", "qwen3."))
+        kernelize(model, loopback())
     else:
-        kernelize(model, mapping("loopback", "qwen3."))
+        kernelize(model, loopback())
         seen = add_hooks(model)
     assert installed(model) == QWEN3
     assert_close(step(model), theirs)
@@ -172,7 +161,7 @@ def test_a_hook_over_a_foreign_forward_is_refused():
     mlp.forward = lambda x: 2 * theirs(x)
     hooks.add_hook_to_module(mlp, hooks.ModelHook())
     expected = step(model)
-    kernelize(model, mapping("loopback", "Qwen3MLP.forward"))
+    kernelize(model, loopback("Qwen3MLP.forward"))
     rows = {row.state: row for row in report(model).rows}
     assert rows["installed"].instances == rows["refused"].instances == 1
     assert "has a forward of its own" in rows["refused"].why()
@@ -232,7 +221,7 @@ def test_use_kernels_of_transformers_without_a_hub_kernel(kernels_first, restore
         if kernels_first:
             model.set_use_kernels(True)
             assert any("forward" in vars(m) for m in model.modules() if type(m).__name__ == "Qwen3RMSNorm")
-        kernelize(model, mapping("loopback", "qwen3."))
+        kernelize(model, loopback())
         if not kernels_first:
             model.use_kernels = True
         assert model.use_kernels
@@ -254,7 +243,7 @@ def test_hf_kernels_leaves_our_modules_alone_and_we_leave_its_alone(restore_rope
 
     theirs = qwen3()
     hf_kernelize(theirs, RMSNorm=ThriceRMSNorm)
-    kernelize(theirs, mapping("loopback", "qwen3."))
+    kernelize(theirs, loopback())
     rows = rows_of(theirs)
     assert rows["qwen3.Qwen3RMSNorm"].state == "refused"
     assert "already patched by HF kernels (" in rows["qwen3.Qwen3RMSNorm"].why()
@@ -274,7 +263,7 @@ def test_a_function_that_hf_kernels_replaced_is_refused(restore_rope):
         pytest.skip("this transformers doesn't take functions from this version of kernels")
     hf_kernelize(model, rotary_pos_emb=TwiceRope)
     before = home.apply_rotary_pos_emb
-    kernelize(model, mapping("loopback", "qwen3."))
+    kernelize(model, loopback())
     row = rows_of(model)["qwen3.apply_rotary_pos_emb"]
     assert row.state == "refused" and "already patched by HF kernels" in row.why()
     assert home.apply_rotary_pos_emb is before
@@ -296,7 +285,7 @@ def test_liger_on_instances_is_recognised():
     norm = model.model.norm
     norm.forward = types.MethodType(liger_forward, norm)
     before = look(model)
-    kernelize(model, mapping("loopback", "Qwen3RMSNorm"))
+    kernelize(model, loopback("Qwen3RMSNorm"))
     rows = {row.state: row for row in report(model).rows}
     assert rows["installed"].instances == 8 and rows["refused"].instances == 1
     assert "already patched by Liger" in rows["refused"].why()
@@ -314,7 +303,7 @@ def test_liger_in_the_place_of_a_class_is_recognised(before_the_model, monkeypat
     model = None if before_the_model else qwen3()
     monkeypatch.setattr(home, "Qwen3RMSNorm", liger)
     model = model or qwen3()
-    kernelize(model, mapping("loopback", "qwen3."))
+    kernelize(model, loopback())
     row = rows_of(model)["qwen3.Qwen3RMSNorm"]
     if before_the_model:
         assert (row.state, row.instances) == ("refused", 9) and "already patched by Liger" in row.why()
@@ -342,7 +331,7 @@ def test_what_liger_itself_patched_is_recognised(model_first, liger):
     liger(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
     model = model or qwen3()
     before = look(model)
-    kernelize(model, mapping("loopback", "qwen3."))
+    kernelize(model, loopback())
     rows = rows_of(model)
     assert {target: row.instances for target, row in rows.items()} == QWEN3
     assert {row.state for row in rows.values()} == {"refused"}
@@ -370,7 +359,7 @@ def test_liger_in_the_place_of_a_method_is_recognised(monkeypatch):
     monkeypatch.setattr(home.Qwen3RMSNorm, "forward", liger_forward)
     model = qwen3()
     before = look(model)
-    kernelize(model, mapping("loopback", "Qwen3RMSNorm"))
+    kernelize(model, loopback("Qwen3RMSNorm"))
     row = rows_of(model)["qwen3.Qwen3RMSNorm"]
     assert (row.state, row.instances) == ("refused", 9) and "already patched by Liger" in row.why()
     assert differences(before, look(model)) == []
@@ -382,7 +371,7 @@ def test_a_closure_on_an_instance_is_refused():
     mlp.forward = functools.partial(type(mlp).forward, mlp)
     norm.forward = types.MethodType(lambda self, x: 2 * x, norm)
     expected = step(model)
-    kernelize(model, mapping("loopback", "qwen3."))
+    kernelize(model, loopback())
     refused = {row.op: row for row in report(model).rows if row.state == "refused"}
     assert {op: row.instances for op, row in refused.items()} == {"rms_norm": 1, "swiglu": 1}
     assert "forward of its own (functools.partial), which would shadow the kernel" in refused["swiglu"].why()

@@ -20,24 +20,14 @@ from tests.support.models import (
     differences,
     installed,
     look,
-    mapping,
     rows_of,
 )
+from tests.support.qwen3 import QWEN3, kernelized_qwen3, loopback, qwen3
 from twinkle import presets
 from twinkle.kernel import KernelChoice, kernelize
 from twinkle.kernel.registry import KernelImpl
 from twinkle.kernel.report import report
 from twinkle.kernel.undo import patch, unkernelize
-
-QWEN3 = {"qwen3.Qwen3RMSNorm": 9, "qwen3.Qwen3MLP.forward": 2, "qwen3.apply_rotary_pos_emb": 1}
-
-
-def qwen3():
-    return presets.build("qwen3")
-
-
-def loopback():
-    return mapping("loopback", "qwen3.")
 
 
 @pytest.fixture
@@ -67,7 +57,7 @@ def in_threads(*functions):
 
 
 def test_calls_from_several_threads(eager_switches):
-    model = kernelize(qwen3(), loopback())
+    model = kernelized_qwen3()
     inputs = presets.inputs(model)
     expected = model(**inputs).logits
     results = []

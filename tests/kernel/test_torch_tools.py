@@ -18,26 +18,16 @@ from tests.support.models import (
     differences,
     installed,
     look,
-    mapping,
     rows_of,
     same_bits,
     step,
 )
+from tests.support.qwen3 import QWEN3, kernelized_qwen3, loopback, qwen3
 from twinkle import presets
 from twinkle.kernel import kernelize
 from twinkle.kernel.reclass import peel
 from twinkle.kernel.report import report
 from twinkle.kernel.undo import unkernelize
-
-QWEN3 = {"qwen3.Qwen3RMSNorm": 9, "qwen3.Qwen3MLP.forward": 2, "qwen3.apply_rotary_pos_emb": 1}
-
-
-def qwen3(**options):
-    return presets.build("qwen3", **options)
-
-
-def kernelized_qwen3():
-    return kernelize(qwen3(), mapping("loopback", "qwen3."))
 
 
 class Doubled(nn.Module):
@@ -50,7 +40,7 @@ def test_parametrised_projections_inside_a_kernelized_mlp():
     for projection in (model.model.layers[0].mlp.gate_proj, model.model.layers[0].self_attn.q_proj):
         parametrize.register_parametrization(projection, "weight", Doubled())
     before, theirs = look(model), step(model)
-    kernelize(model, mapping("loopback", "qwen3."))
+    kernelize(model, loopback())
     assert installed(model) == QWEN3
     assert_close(step(model), theirs)
     unkernelize(model)
@@ -67,7 +57,7 @@ def test_quantised_projections_inside_a_kernelized_mlp():
     inputs = presets.inputs(model)
     with torch.no_grad():
         theirs = model(**inputs).logits
-        kernelize(model, mapping("loopback", "qwen3."))
+        kernelize(model, loopback())
         ours = model(**inputs).logits
     assert installed(model) == QWEN3
     torch.testing.assert_close(ours, theirs)
@@ -78,7 +68,7 @@ def test_a_parametrised_norm_is_refused():
     model = qwen3()
     parametrize.register_parametrization(model.model.norm, "weight", Doubled())
     cls, theirs = type(model.model.norm), step(model)
-    kernelize(model, mapping("loopback", "qwen3."))
+    kernelize(model, loopback())
     rows = {(row.op, row.state): row for row in report(model).rows}
     assert rows["rms_norm", "installed"].instances == 8 and rows["rms_norm", "refused"].instances == 1
     assert "parametrised" in rows["rms_norm", "refused"].why()
@@ -125,7 +115,7 @@ def test_gradient_checkpointing(use_reentrant, enable_first):
     theirs = step(plain)
     if enable_first:
         model.gradient_checkpointing_enable(**enable)
-    kernelize(model, mapping("loopback", "qwen3."))
+    kernelize(model, loopback())
     if not enable_first:
         model.gradient_checkpointing_enable(**enable)
     assert_close(step(model), theirs)
@@ -139,7 +129,7 @@ def test_autocast(weights):
     model = qwen3(dtype=weights)
     with torch.autocast("cpu", torch.bfloat16):
         theirs = step(model)
-        kernelize(model, mapping("loopback", "qwen3."))
+        kernelize(model, loopback())
         ours = step(model)
     assert {n: t.dtype for n, t in ours.items()} == {n: t.dtype for n, t in theirs.items()}
     for name, tensor in theirs.items():  # the same roundings at the same places
@@ -169,7 +159,7 @@ def test_hooks_of_torch_still_run():
     norm.register_forward_pre_hook(lambda module, args: seen.append("pre"))
     mlp.register_forward_hook(lambda module, args, result: seen.append("post"))
     mlp.register_full_backward_hook(lambda module, *gradients: seen.append("backward"))
-    kernelize(model, mapping("loopback", "qwen3."))
+    kernelize(model, loopback())
     norm.register_forward_hook(lambda module, args, result: seen.append("later"))
     step(model)
     assert seen == ["post", "pre", "later", "backward"]
@@ -181,7 +171,7 @@ def test_hooks_of_torch_still_run():
 @pytest.mark.parametrize("preset", ["qwen3", "qwen3_moe", "gemma4", "phi3"])
 def test_parameters_of_size_zero_as_zero3_keeps_them(preset):
     """DeepSpeed's ZeRO-3 leaves empty parameters between calls and gathers them in hooks around each module."""
-    expected = installed(kernelize(presets.build(preset), mapping("loopback", f"{preset}.")))
+    expected = installed(kernelize(presets.build(preset), loopback(f"{preset}.")))
     plain, model = presets.build(preset), presets.build(preset)
     theirs = step(plain)
     full = {}
@@ -189,7 +179,7 @@ def test_parameters_of_size_zero_as_zero3_keeps_them(preset):
         full[parameter] = parameter.data
         parameter.ds_shape = parameter.shape
         parameter.data = torch.empty(0)
-    kernelize(model, mapping("loopback", f"{preset}."))
+    kernelize(model, loopback(f"{preset}."))
     assert installed(model) == expected
     assert all(parameter.numel() == 0 for parameter in model.parameters())
     for parameter, data in full.items():
@@ -203,7 +193,7 @@ def test_classes_of_torch_are_not_taken_for_wrappers():
     """``DataParallel`` ends its bases with ``typing.Generic``; what torch makes at run time ends them with a layer."""
     wrapped = nn.DataParallel(qwen3())
     assert peel(type(wrapped)) is nn.DataParallel
-    kernelize(wrapped, mapping("loopback", "qwen3."))
+    kernelize(wrapped, loopback())
     assert installed(wrapped) == QWEN3 and type(wrapped) is nn.DataParallel
     assert_close(step(wrapped.module), step(qwen3()))
     unkernelize(wrapped)

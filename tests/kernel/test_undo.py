@@ -18,11 +18,11 @@ from tests.support.models import (
     differences,
     installed,
     look,
-    mapping,
     rows_of,
     same_bits,
     step,
 )
+from tests.support.qwen3 import QWEN3, kernelized_qwen3, loopback, qwen3
 from twinkle import presets
 from twinkle.kernel import KernelChoice, kernelize
 from twinkle.kernel.journal import patch_of
@@ -30,26 +30,8 @@ from twinkle.kernel.registry import KernelImpl, register_op
 from twinkle.kernel.report import report
 from twinkle.kernel.undo import kernelized, patch, unkernelize
 
-QWEN3 = {"qwen3.Qwen3RMSNorm": 9, "qwen3.Qwen3MLP.forward": 2, "qwen3.apply_rotary_pos_emb": 1}
 HOME = sys.modules[Qwen3MLP.__module__]
 MLP = f"{HOME.__name__}.Qwen3MLP.forward"
-
-
-def qwen3():
-    return presets.build("qwen3")
-
-
-def loopback(*names):
-    return mapping("loopback", *(names or ("qwen3.",)))
-
-
-def kernelized_qwen3():
-    return kernelize(qwen3(), loopback())
-
-
-@pytest.fixture
-def rope():
-    return HOME.apply_rotary_pos_emb
 
 
 # --- undo -------------------------------------------------------------------------------------------------------------

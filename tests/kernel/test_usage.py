@@ -17,25 +17,19 @@ from tests.support.models import (
     differences,
     installed,
     look,
-    mapping,
     rows_of,
     same_bits,
     step,
 )
+from tests.support.qwen3 import QWEN3, kernelized_qwen3, loopback, qwen3
 from twinkle import presets
 from twinkle.kernel import kernelize
 from twinkle.kernel.undo import unkernelize
 
-QWEN3 = {"qwen3.Qwen3RMSNorm": 9, "qwen3.Qwen3MLP.forward": 2, "qwen3.apply_rotary_pos_emb": 1}
-
-
-def qwen3(**options):
-    return presets.build("qwen3", **options)
-
 
 @pytest.fixture
 def model():
-    model = kernelize(qwen3(), mapping("loopback", "qwen3."))
+    model = kernelized_qwen3()
     yield model
     assert unkernelize(model).not_undone == ()
 
@@ -82,10 +76,10 @@ def default_dtype(dtype):
 @pytest.mark.parametrize("preset", ["qwen3_moe", "qwen3_next"])
 def test_kernelize_sees_the_same_whatever_is_set_around_it(context, preset):
     model, other = presets.build(preset), presets.build(preset)
-    kernelize(model, mapping("loopback", f"{preset}."))
+    kernelize(model, loopback(f"{preset}."))
     random = torch.get_rng_state()
     with CONTEXTS[context]():
-        kernelize(other, mapping("loopback", f"{preset}."))
+        kernelize(other, loopback(f"{preset}."))
     assert torch.equal(torch.get_rng_state(), random)
     assert installed(other) == installed(model)
     assert same_bits(step(other), step(model))
@@ -99,7 +93,7 @@ def test_every_output_is_still_there():
     wanted = {"output_hidden_states": True, "output_attentions": True, "output_router_logits": True}
     with torch.no_grad():
         theirs = model(**presets.inputs(model), **wanted)
-        kernelize(model, mapping("loopback", "qwen3_moe."))
+        kernelize(model, loopback("qwen3_moe."))
         ours = model(**presets.inputs(model), **wanted)
     assert list(ours) == list(theirs) and type(ours) is type(theirs)
     for name in ("hidden_states", "attentions", "router_logits"):
@@ -120,7 +114,7 @@ def test_save_pretrained_and_back(model, tmp_path):
 
 def test_kernelize_on_meta_before_the_weights_come():
     plain, model = qwen3(), qwen3(device="meta")
-    kernelize(model, mapping("loopback", "qwen3."))
+    kernelize(model, loopback())
     assert installed(model) == QWEN3
     model.load_state_dict(plain.state_dict(), assign=True)
     model.model.rotary_emb = copy.deepcopy(plain.model.rotary_emb)  # not part of a state dict
@@ -137,10 +131,10 @@ def test_offloaded_with_accelerate(kernels_first):
     inputs = presets.inputs(model)
     theirs = model(**inputs).logits
     if kernels_first:
-        kernelize(model, mapping("loopback", "qwen3."))
+        kernelize(model, loopback())
     accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
     if not kernels_first:
-        kernelize(model, mapping("loopback", "qwen3."))
+        kernelize(model, loopback())
     assert model.model.norm.weight.is_meta and installed(model) == QWEN3
     torch.testing.assert_close(model(**inputs).logits, theirs, rtol=1e-4, atol=1e-5)
     assert calls(model)["qwen3.Qwen3MLP.forward"] == 2
@@ -157,10 +151,10 @@ def test_prepared_by_accelerate(kernels_first):
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     model = qwen3()
     if kernels_first:
-        kernelize(model, mapping("loopback", "qwen3."))
+        kernelize(model, loopback())
     prepared = accelerator.prepare(model)
     if not kernels_first:
-        kernelize(prepared, mapping("loopback", "qwen3."))
+        kernelize(prepared, loopback())
     outputs = prepared(**presets.inputs(qwen3()))
     accelerator.backward(outputs.loss)
     assert outputs.logits.dtype == torch.float32
@@ -179,7 +173,7 @@ def test_trainer_of_transformers(checkpointing, tmp_path):
     for kernels in (False, True):
         model = qwen3()
         if kernels:
-            kernelize(model, mapping("loopback", "qwen3."))
+            kernelize(model, loopback())
         arguments = TrainingArguments(
             tmp_path, max_steps=2, per_device_train_batch_size=2, use_cpu=True, save_strategy="no", report_to=[],
             logging_strategy="no", disable_tqdm=True, gradient_checkpointing=checkpointing, learning_rate=1e-3,
