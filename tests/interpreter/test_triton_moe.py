@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +15,9 @@ from hypothesis import strategies as st
 
 from tests.support.experts import (
     FAMILIES,
+    assert_leaves_some_calls_to_the_original,
     assert_only_wanted_gradients,
+    assert_serves_a_family,
     assert_within_the_judgement,
     gates,
     made,
@@ -25,16 +26,11 @@ from tests.support.experts import (
 )
 from tests.support.models import clean_process  # noqa: F401
 from tests.support.triton_device import DEVICE, DTYPES, by_device, examples
-from twinkle import presets
-from twinkle.commands.comparison import judge
-from twinkle.kernel import KernelChoice, kernelize
 from twinkle.kernel.ops.moe import torch_products, triton_launch, triton_products
 from twinkle.kernel.ops.moe import triton as backend
 from twinkle.kernel.ops.moe.experts_reference import Gate, MoeExpertsVariant, moe_experts
 from twinkle.kernel.ops.moe.routing import route
 from twinkle.kernel.ops.moe.triton_routing import route as triton_route
-from twinkle.kernel.report import report, short
-from twinkle.kernel.undo import unkernelize
 from twinkle.kernel.verify import allowed_error_used
 from twinkle.triton_dot import multiplies
 
@@ -208,33 +204,12 @@ def test_the_route_in_programs_is_the_same(tokens: int, experts: int, top_k: int
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_familys_experts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verified one by one, and in the model: outputs and the gradient of every parameter."""
     set_tiles(monkeypatch, 64)  # an interpreter takes about as long for a tile of any size
-    original = presets.build(name).to(DEVICE)
-    mapping = {f"{type(original).__module__}.{FAMILIES[name]}.forward": KernelChoice("moe_experts", ("triton",))}
-    model = kernelize(copy.deepcopy(original), mapping, verify=True, strict=True)
-    used = judge(original, model)
-    (row,) = report(model).rows
-    assert (short(row.target), row.state, row.verified) == (f"{name}.{FAMILIES[name]}.forward", "installed", True)
-    assert row.calls > 0 and row.fallbacks == {}
-    assert used and max(used.values()) <= 1, {key: value for key, value in used.items() if value > 1}
-    unkernelize(model)
+    assert_serves_a_family(name, "triton")
 
 
 def test_calls_that_are_the_originals() -> None:
-    model = presets.build("qwen3_moe").to(DEVICE)
-    target = f"{type(model).__module__}.Qwen3MoeExperts.forward"
-    kernelize(model, {target: KernelChoice("moe_experts", ("triton",))})
-    experts = next(m for m in model.modules() if type(m).__name__ == "Qwen3MoeExperts")
-    hidden = experts.gate_up_proj.shape[2]
-    x, weights = torch.randn(3, hidden, device=DEVICE), torch.ones(3, 2, device=DEVICE)
-    index = torch.zeros(3, 2, dtype=torch.long, device=DEVICE)
-    assert experts(x[:0], index[:0], weights[:0]).shape == (0, hidden)
-    with torch.autocast(DEVICE, torch.bfloat16):
-        experts(x, index, weights)
-    (row,) = report(model).rows
-    assert set(row.fallbacks) == {"an empty tensor", "autocast would make the original multiply in another dtype"}
-    unkernelize(model)
+    assert_leaves_some_calls_to_the_original("triton")
 
 
 @pytest.mark.slow

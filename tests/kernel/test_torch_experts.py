@@ -15,9 +15,12 @@ pytest.importorskip("transformers")
 
 from tests.support.experts import (
     FAMILIES,
+    assert_leaves_some_calls_to_the_original,
     assert_only_wanted_gradients,
+    assert_serves_a_family,
     assert_within_the_judgement,
     made,
+    mapping,
     results,
     variants,
 )
@@ -25,11 +28,11 @@ from tests.support.models import clean_process  # noqa: F401
 from tests.support.triton_device import DEVICE, DTYPES, examples
 from twinkle import presets
 from twinkle.commands.comparison import judge
-from twinkle.kernel import KernelChoice, kernelize
+from twinkle.kernel import kernelize
 from twinkle.kernel.ops.moe import torch as backend
 from twinkle.kernel.ops.moe.experts_reference import Gate, MoeExpertsVariant, moe_experts
 from twinkle.kernel.ops.moe.transformers_registry import register_experts_functions, unregister_experts_functions
-from twinkle.kernel.report import report, short
+from twinkle.kernel.report import report
 from twinkle.kernel.undo import unkernelize
 
 SIZES = [(13, 24, 16, 5, 2), (1, 8, 8, 2, 1), (7, 16, 40, 3, 3), (40, 16, 16, 9, 8), (5, 40, 8, 1, 1)]
@@ -85,26 +88,14 @@ def test_its_gradient_can_be_differentiated() -> None:
     torch.testing.assert_close(*penalties, rtol=1e-3, atol=1e-3)
 
 
-def _mapping(model: torch.nn.Module, name: str) -> dict[str, KernelChoice]:
-    return {f"{type(model).__module__}.{FAMILIES[name]}.forward": KernelChoice("moe_experts", ("torch",))}
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_familys_experts(name: str) -> None:
-    """Verified one by one, and in the model: outputs and the gradient of every parameter."""
-    original = presets.build(name).to(DEVICE)
-    model = kernelize(copy.deepcopy(original), _mapping(original, name), verify=True, strict=True)
-    used = judge(original, model)
-    (row,) = report(model).rows
-    assert (short(row.target), row.state, row.verified) == (f"{name}.{FAMILIES[name]}.forward", "installed", True)
-    assert row.calls > 0 and row.fallbacks == {}
-    assert used and max(used.values()) <= 1, {key: value for key, value in used.items() if value > 1}
-    unkernelize(model)
+    assert_serves_a_family(name, "torch")
 
 
 def test_under_a_compiler_it_is_seen_through() -> None:
     original = presets.build("qwen3_moe", dtype=torch.bfloat16).to(DEVICE)
-    model = kernelize(copy.deepcopy(original), _mapping(original, "qwen3_moe"))
+    model = kernelize(copy.deepcopy(original), mapping(original, "qwen3_moe", "torch"))
     experts = next(module for module in model.modules() if hasattr(module, "gate_up_proj"))
     x = torch.randn(6, experts.gate_up_proj.shape[2], device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     index = torch.arange(12, device=DEVICE).view(6, 2) % 8
@@ -120,24 +111,13 @@ def test_under_a_compiler_it_is_seen_through() -> None:
 
 
 def test_calls_that_are_the_originals() -> None:
-    model = presets.build("qwen3_moe").to(DEVICE)
-    kernelize(model, _mapping(model, "qwen3_moe"))
-    experts = next(module for module in model.modules() if hasattr(module, "gate_up_proj"))
-    hidden = experts.gate_up_proj.shape[2]
-    x, weights = torch.randn(3, hidden, device=DEVICE), torch.ones(3, 2, device=DEVICE)
-    index = torch.zeros(3, 2, dtype=torch.long, device=DEVICE)
-    assert experts(x[:0], index[:0], weights[:0]).shape == (0, hidden)
-    with torch.autocast(DEVICE, torch.bfloat16):
-        experts(x, index, weights)
-    (row,) = report(model).rows
-    assert set(row.fallbacks) == {"an empty tensor", "autocast would make the original multiply in another dtype"}
-    unkernelize(model)
+    assert_leaves_some_calls_to_the_original("torch")
 
 
 def test_widths_that_the_product_does_not_take_are_the_originals() -> None:
     model = presets.build("qwen3_moe", moe_intermediate_size=30).to(DEVICE)
     model.set_experts_implementation("eager")
-    kernelize(model, _mapping(model, "qwen3_moe"))
+    kernelize(model, mapping(model, "qwen3_moe", "torch"))
     model(**presets.inputs(model))
     (row,) = report(model).rows
     assert row.calls == 0
@@ -152,7 +132,7 @@ def test_another_implementation_that_the_configuration_asks_for_serves() -> None
     """``config._experts_implementation`` still decides, after the kernel was installed too."""
     model = presets.build("qwen3_moe").to(DEVICE)
     inputs = presets.inputs(model)
-    kernelize(model, _mapping(model, "qwen3_moe"))
+    kernelize(model, mapping(model, "qwen3_moe", "torch"))
     assert model.config._experts_implementation == "grouped_mm"
     model(**inputs)
     (row,) = report(model).rows
@@ -190,7 +170,7 @@ def test_a_kernel_is_chosen_by_the_configuration(registered: tuple[str, ...]) ->
     assert len(calls) == sum(hasattr(module, "gate_up_proj") for module in model.modules()) > 0
     used = judge(original, model)
     assert max(used.values()) <= 1, used
-    kernelize(original, _mapping(original, "qwen3_moe"))
+    kernelize(original, mapping(original, "qwen3_moe", "torch"))
     original.set_experts_implementation("twinkle_torch")
     original(**presets.inputs(original))
     assert list(report(original).rows[0].fallbacks) == [
@@ -311,7 +291,7 @@ def test_weights_are_never_stale(adapt: Any) -> None:
     pytest.importorskip("peft")
     expected = _losses(presets.build("qwen3_moe"), adapt)
     model = presets.build("qwen3_moe")
-    kernelize(model, _mapping(model, "qwen3_moe"))
+    kernelize(model, mapping(model, "qwen3_moe", "torch"))
     assert _losses(model, adapt) == pytest.approx(expected, rel=1e-4)
     assert len({round(loss, 3) for loss in expected}) == len(expected)
     (row,) = report(model).rows

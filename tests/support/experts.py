@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
 from tests.support.triton_device import DEVICE
+from twinkle import presets
+from twinkle.commands.comparison import judge
+from twinkle.kernel import KernelChoice, kernelize
 from twinkle.kernel.ops.moe.experts_reference import Gate, MoeExpertsVariant, moe_experts
+from twinkle.kernel.report import report, short
+from twinkle.kernel.undo import unkernelize
 from twinkle.kernel.verify import allowed_error_used
 
 FAMILIES = {
@@ -140,3 +146,39 @@ def assert_only_wanted_gradients(function: Any, sizes: tuple[int, ...], frozen: 
     out.backward(torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(out))
     for name, leaf in leaves.items():
         assert leaf.grad is None if name in frozen else torch.equal(leaf.grad, expected[name]), name
+
+
+# --- whole models -----------------------------------------------------------------------------------------------------
+
+
+def mapping(model: torch.nn.Module, family: str, backend: str) -> dict[str, KernelChoice]:
+    """A family's experts by one backend."""
+    return {f"{type(model).__module__}.{FAMILIES[family]}.forward": KernelChoice("moe_experts", (backend,))}
+
+
+def assert_serves_a_family(family: str, backend: str) -> None:
+    """Verified one by one, and in the model: outputs and the gradient of every parameter."""
+    original = presets.build(family).to(DEVICE)
+    model = kernelize(copy.deepcopy(original), mapping(original, family, backend), verify=True, strict=True)
+    used = judge(original, model)
+    (row,) = report(model).rows
+    assert (short(row.target), row.state, row.verified) == (f"{family}.{FAMILIES[family]}.forward", "installed", True)
+    assert row.calls > 0 and row.fallbacks == {}
+    assert used and max(used.values()) <= 1, {key: value for key, value in used.items() if value > 1}
+    unkernelize(model)
+
+
+def assert_leaves_some_calls_to_the_original(backend: str) -> None:
+    """Those without tokens, and those for which autocast has a dtype of its own."""
+    model = presets.build("qwen3_moe").to(DEVICE)
+    kernelize(model, mapping(model, "qwen3_moe", backend))
+    experts = next(module for module in model.modules() if type(module).__name__ == FAMILIES["qwen3_moe"])
+    hidden = experts.gate_up_proj.shape[2]
+    x, weights = torch.randn(3, hidden, device=DEVICE), torch.ones(3, 2, device=DEVICE)
+    index = torch.zeros(3, 2, dtype=torch.long, device=DEVICE)
+    assert experts(x[:0], index[:0], weights[:0]).shape == (0, hidden)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        experts(x, index, weights)
+    (row,) = report(model).rows
+    assert set(row.fallbacks) == {"an empty tensor", "autocast would make the original multiply in another dtype"}
+    unkernelize(model)
