@@ -7,12 +7,17 @@ Seen in triton 3.6.0, each a gap that either stops a kernel or, worse, gives num
 - bf16 lives in uint16, and arithmetic, ``tl.dot`` and atomics are done on those integers; conversions cut instead of
   rounding to the nearest.
 
+And two things take as long as all the rest: that it looks through all of triton.language at each launch and each call
+of a device function; and that coverage, where it is measured, follows it through each operation.
+
 :func:`install` must run before the kernels' modules are imported, since they take libdevice's functions by name.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 from typing import Any
 
 import numpy as np
@@ -39,6 +44,7 @@ def install() -> None:
     for name in ("create_fma", "create_rsqrt", "create_dot"):
         setattr(InterpreterBuilder, name, _in_fp32(getattr(InterpreterBuilder, name)))
     InterpreterBuilder.create_atomic_rmw = _atomic(InterpreterBuilder.create_atomic_rmw)
+    interpreter._patch_builtin = _patch_builtin
 
 
 def _floats_become_tensors(convert: Any) -> Any:
@@ -122,3 +128,33 @@ def _atomic(method: Any) -> Any:
         return TensorHandle(before, tl.bfloat16)
 
     return create_atomic_rmw
+
+
+def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+    """As Triton's own: the operations of a module or a class are interpreted until the scope ends."""
+    for name in _builtins(package):
+        operation = getattr(package, name)
+        if tl.core.is_builtin(operation):  # else it is patched: this is a device function's call
+            interpreter._patch_attr(package, name, _untraced(operation), builder, scope)
+
+
+@functools.cache
+def _builtins(package: Any) -> list[str]:
+    """The names of its operations; looked for at the first launch, when none of them is patched."""
+    return [name for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
+
+
+def _untraced(operation: Any) -> Any:
+    """Coverage is of the kernels' own lines; what Triton does for one of them isn't followed."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        tracer = sys.gettrace()
+        if tracer is None:
+            return operation(*arguments, **options)
+        sys.settrace(None)
+        try:
+            return operation(*arguments, **options)
+        finally:
+            sys.settrace(tracer)
+
+    return call
