@@ -28,8 +28,9 @@ VLLM_PY    := $(VLLM_VENV)/bin/python
 VLLM_PIP   := $(VLLM_PY) -m pip --disable-pip-version-check $(PIPFLAGS)
 VLLM_STAMP := $(VLLM_VENV)/.stamp-vllm
 
-# The workers share the cores: one thread for each, or they fight.
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS)
+# The workers share the cores: one thread for each, or they fight. Each begins with a part of the files, so that what a
+# file's tests share is made once; who is done first takes some of the other's, so that none waits for long tests.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 # What has a target of its own.
 ELSEWHERE := --ignore=tests/interpreter --ignore=tests/cookbook --ignore=tests/npu --ignore=tests/packaging
