@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from tests.support import toys
 from tests.support.fragile import ROPE, loopback
 from tests.support.hub_repository import write_kernel
 from tests.support.snapshots import unchanged
+from twinkle import presets
 from twinkle.kernel import kernelize
 from twinkle.kernel.report import report
 from twinkle.kernel.undo import unkernelize
@@ -34,6 +36,22 @@ def other() -> Iterator[toys.ToyModel]:
         yield made
     assert [row.state for row in report(made).rows] == ["installed", "installed"]
     unkernelize(made)
+
+
+@pytest.fixture
+def qwen3() -> Iterator[nn.Module]:
+    """A small Qwen3, of which the same holds; files of which other things are asked have one of their own."""
+    made = presets.build("qwen3", num_hidden_layers=1)
+    with unchanged(made, **presets.inputs(made)):
+        yield made
+
+
+@pytest.fixture
+def untouched(qwen3: nn.Module) -> Iterator[None]:
+    """The model is after the test what it was before, and its report says that nothing is installed."""
+    with unchanged(qwen3, undo=False, **presets.inputs(qwen3)):
+        yield
+        assert report(qwen3).rows == []
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from tests.support import toys
 from tests.support.refusals import refused
-from tests.support.snapshots import unchanged
 from twinkle import presets
 from twinkle.kernel import DEFAULT_KERNEL_CONFIG, KernelChoice, hub, kernelize
 from twinkle.kernel.report import plan, report
@@ -37,14 +35,6 @@ def choice(op: str = "rms_norm") -> KernelChoice:
 @pytest.fixture(scope="module")
 def qwen3() -> nn.Module:
     return presets.build("qwen3")
-
-
-@pytest.fixture
-def untouched(qwen3: nn.Module) -> Iterator[None]:
-    """The model is after the test what it was before, and its report says that nothing is installed."""
-    with unchanged(qwen3, undo=False, **presets.inputs(qwen3)):
-        yield
-        assert report(qwen3).rows == []
 
 
 # --- the model and the mapping --------------------------------------------------------------------------------------

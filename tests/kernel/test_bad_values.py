@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from tests.support import toys
 from tests.support.refusals import refused
-from tests.support.snapshots import bits, unchanged
+from tests.support.snapshots import bits
 from twinkle import presets
 from twinkle.kernel import kernelize
 from twinkle.kernel.report import report
@@ -30,14 +30,6 @@ pytestmark = pytest.mark.usefixtures("loopback")
 @pytest.fixture(scope="module")
 def qwen3() -> nn.Module:
     return presets.build("qwen3")
-
-
-@pytest.fixture
-def untouched(qwen3: nn.Module) -> Iterator[None]:
-    """The model is after the test what it was before, and its report says that nothing is installed."""
-    with unchanged(qwen3, undo=False, **presets.inputs(qwen3)):
-        yield
-        assert report(qwen3).rows == []
 
 
 @pytest.mark.usefixtures("untouched")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,20 +15,13 @@ pytest.importorskip("kernels")
 from torch import nn
 
 from tests.support.hub_repository import MLP, NORM, ROTARY, toy
-from tests.support.snapshots import bits, differences, state_of, unchanged
+from tests.support.snapshots import bits, differences, state_of
 from twinkle import presets
 from twinkle.kernel import hub, kernelize
 from twinkle.kernel.report import plan, report
 from twinkle.kernel.undo import unkernelize
 
 pytestmark = pytest.mark.usefixtures("loopback")
-
-
-@pytest.fixture
-def qwen3() -> Iterator[nn.Module]:
-    model = presets.build("qwen3", num_hidden_layers=1)
-    with unchanged(model, **presets.inputs(model)):
-        yield model
 
 
 # --- the reference --------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ from torch import nn
 from transformers.models.qwen3 import modeling_qwen3
 
 from tests.support.hub_repository import ROTARY
-from tests.support.snapshots import unchanged
-from twinkle import presets
 from twinkle.kernel import KernelChoice
 from twinkle.kernel.undo import kernelized
 
@@ -29,13 +26,6 @@ pytestmark = pytest.mark.usefixtures("loopback")
 
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def qwen3() -> Iterator[nn.Module]:
-    model = presets.build("qwen3", num_hidden_layers=1)
-    with unchanged(model, **presets.inputs(model)):
-        yield model
 
 
 def test_a_function_that_is_a_module() -> None:

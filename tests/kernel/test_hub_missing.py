@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +22,13 @@ from torch import nn
 from transformers.models.qwen3 import modeling_qwen3
 
 from tests.support.hub_repository import MLP, NORM, ROTARY, toy, write_kernel
-from tests.support.snapshots import bits, unchanged
+from tests.support.snapshots import bits
 from twinkle import presets
 from twinkle.kernel import KernelChoice, hub, kernelize
 from twinkle.kernel.hub import HubRef
 from twinkle.kernel.report import plan, report
 
 pytestmark = pytest.mark.usefixtures("loopback")
-
-
-@pytest.fixture
-def qwen3() -> Iterator[nn.Module]:
-    model = presets.build("qwen3", num_hidden_layers=1)
-    with unchanged(model, **presets.inputs(model)):
-        yield model
 
 
 def kept(model: nn.Module, value: HubRef, caplog: pytest.LogCaptureFixture, *words: str) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from transformers.models.qwen3 import modeling_qwen3
 
 from tests.support import toys
-from tests.support.snapshots import bits, differences, state_of
+from tests.support.snapshots import differences, state_of, unchanged
 from twinkle import presets
 from twinkle.kernel import KernelChoice, kernelize
 from twinkle.kernel.registry import KernelImpl, get_op, register_backend, register_op
@@ -212,11 +212,8 @@ OPS = {"rms_norm": NORM, "swiglu": MLP, "rotary": ROTARY}
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def qwen3(request: pytest.FixtureRequest) -> Iterator[nn.Module]:
     model = presets.build("qwen3", dtype=request.param, num_hidden_layers=1)
-    before, output = state_of(model), bits(model, **presets.inputs(model))
-    yield model
-    unkernelize(model)
-    assert differences(before, state_of(model)) == []
-    assert torch.equal(bits(model, **presets.inputs(model)), output)
+    with unchanged(model, **presets.inputs(model)):
+        yield model
 
 
 @pytest.mark.parametrize("what", WRONG)
