@@ -63,10 +63,10 @@ def test_a_model(random: bool, chip: Profile, environment: dict[str, str], monke
 @pytest.mark.parametrize(
     ("model", "problem"),
     [
-        ({"preset": "qwen33"}, "the process of the model .* failed: .*qwen33.*; model= is at silu/register.py:30"),
+        ({"preset": "qwen33"}, "the process of the model .* failed: .*qwen33.*; model= is at silu/register.py:{line}"),
         pytest.param(
             {"hidden_act": "relu"},
-            "the model never reached the kernel of silu; model= is at silu/register.py:30",
+            "the model never reached the kernel of silu; model= is at silu/register.py:{line}",
             marks=pytest.mark.slow,
         ),
     ],
@@ -79,7 +79,10 @@ def test_what_a_model_must_be_is_to_be_written_somewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", environment["PYTHONPATH"])
-    outcome = framework_level.run(dataclasses.replace(catalog.operator("silu"), model=model), chip)
+    silu = catalog.operator("silu")
+    lines = (silu.home.folder / "register.py").read_text().splitlines()
+    problem = problem.format(line=1 + next(i for i, line in enumerate(lines) if line.lstrip().startswith("model=")))
+    outcome = framework_level.run(dataclasses.replace(silu, model=model), chip)
     assert outcome.state == "failed" and re.search(problem, outcome.problems[-1])
 
 
