@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,14 +12,10 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.support.liger_sites import PATH, make
-from tests.support.triton_device import DEVICE, NO_GPU, ON_GPU, laid_out, launched  # noqa: F401
+from tests.support.triton_device import DEVICE, NO_GPU, ON_GPU, negated
 from twinkle import presets
 from twinkle.kernel import KernelChoice, journal, kernelize
 from twinkle.kernel.ops import worthwhile
-from twinkle.kernel.ops.fused_norms import add_triton, qk_triton
-from twinkle.kernel.ops.glu import triton as glu
-from twinkle.kernel.ops.rms_norm import triton as rms_norm
-from twinkle.kernel.ops.rotary import triton as rotary_kernels
 from twinkle.kernel.report import Row, report
 from twinkle.kernel.undo import unkernelize
 from twinkle.kernel.verify import allowed_error_used
@@ -64,16 +59,11 @@ class _Subclass(torch.Tensor):
     pass
 
 
-def _negated(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers, whose memory holds those of the other sign."""
-    return torch.complex(tensor, -tensor).conj().imag
-
-
 INPUTS: dict[str, tuple[Callable[[Any], torch.Tensor], str]] = {
     "fp64": (lambda shape: torch.randn(shape, dtype=torch.float64), "fp32, bf16, fp16"),
     "no rows": (lambda shape: torch.randn(0, *shape[1:]), "an empty tensor"),
     "a subclass": (lambda shape: torch.randn(shape).as_subclass(_Subclass), "a tensor subclass"),
-    "negated": (lambda shape: _negated(torch.randn(shape)), "a negated tensor"),
+    "negated": (lambda shape: negated(torch.randn(shape)), "a negated tensor"),
 }
 
 
@@ -298,7 +288,7 @@ ROTARY: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     "no tokens": (lambda t: t[..., :0, :], "an empty tensor"),
     "a subclass": (lambda t: t.as_subclass(_Subclass), "a tensor subclass"),
     "another device": (lambda t: t.to("meta"), "a device that Triton doesn't run on"),
-    "negated": (_negated, "a negated tensor"),
+    "negated": (negated, "a negated tensor"),
     "learnt tables": (torch.Tensor.requires_grad_, "needs a gradient"),
 }
 
@@ -344,87 +334,3 @@ def test_a_small_product_with_gradients_is_the_originals(name: str, monkeypatch:
     with torch.no_grad():
         module(below)
     assert (row.calls, sum(row.fallbacks.values())) == (2, 1)
-
-
-def _tables() -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines for three tokens, side by side in one tensor."""
-    both = laid_out((1, 3, 40), torch.float32, "contiguous", seed=7)
-    return both[..., :16], both[..., 20:36]
-
-
-def _normed_and_turned(x: torch.Tensor, weight: torch.Tensor) -> Any:
-    q, k = x[..., :16].transpose(1, 2), x[..., 20:36].transpose(1, 2)
-    kind = {"q_eps": 1e-6, "k_eps": 1e-6, "offset": 0.0, "cast": "before", "heads_at": 1}
-    return qk_triton.qk_norm_rotary(q, k, weight, weight, *_tables(), **kind)
-
-
-def _added_and_normed(x: torch.Tensor, weight: torch.Tensor) -> Any:
-    residual, summand = x.view(2, -1, 16)
-    return add_triton.add_rms_norm(residual, summand, weight, eps=1e-6, offset=0.0, cast="before")
-
-
-HOOKED: dict[str, tuple[Callable[..., torch.Tensor], tuple[tuple[int, ...], ...]]] = {
-    "rms_norm": (lambda x, w: rms_norm.rms_norm(x[..., 8:24], w, None, 1e-6, 0.0, "before"), ((4, 32), (16,))),
-    "add_rms_norm": (lambda x, w: torch.cat(_added_and_normed(x, w), -1), ((4, 32), (16,))),
-    "glu": (lambda x: glu.glu(*x.chunk(2, -1), "silu"), ((4, 32),)),
-    "fused_glu": (lambda x: glu.fused_glu(x[:, :32], "silu"), ((4, 48),)),
-    "qk_norm_rotary": (lambda x, w: torch.cat(_normed_and_turned(x, w), -1), ((1, 3, 4, 64), (16,))),
-    "rotary": (lambda x: rotary_kernels._Rotary.apply(x, None, *_tables(), 0, 1), ((1, 4, 3, 16),)),
-}
-"""Of views, which a hook may give back dense."""
-
-
-def _leaves(shapes: tuple[tuple[int, ...], ...]) -> list[torch.Tensor]:
-    return [laid_out(shape, torch.float32, "contiguous", seed=n).requires_grad_() for n, shape in enumerate(shapes)]
-
-
-def _seed(out: torch.Tensor) -> torch.Tensor:
-    return torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape)
-
-
-@pytest.mark.parametrize("order", [(True, False), (False, True)], ids=["hooks first", "hooks last"])
-@pytest.mark.parametrize("name", HOOKED)
-def test_what_hooks_on_saved_tensors_lay_out_anew(name: str, order: tuple[bool, ...]) -> None:
-    """As offloading them to a CPU does; neither gradient is read by the other's strides."""
-    function, shapes = HOOKED[name]
-    leaves = _leaves(shapes)
-    hooks = (lambda t: t.clone(memory_format=torch.contiguous_format), lambda t: t)
-    found = []
-    for hooked in order:
-        with torch.autograd.graph.saved_tensors_hooks(*hooks) if hooked else contextlib.nullcontext():
-            out = function(*leaves)
-        found.append(torch.autograd.grad((out * _seed(out)).sum(), leaves))
-    torch.testing.assert_close(found[0], found[1])
-
-
-def _narrow(tensor: torch.Tensor) -> torch.Tensor:
-    lying_alike = torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.bfloat16, device=tensor.device)
-    return lying_alike.copy_(tensor)
-
-
-@pytest.mark.parametrize("name", HOOKED)
-def test_what_hooks_on_saved_tensors_keep_in_fewer_bits(name: str, launched: Any) -> None:  # noqa: F811
-    """A program is compiled for the dtypes that it meets first."""
-    function, shapes = HOOKED[name]
-    leaves = _leaves(shapes)
-    kept: tuple[Callable[[torch.Tensor], bool], ...] = (lambda t: False, lambda t: True, lambda t: t.dim() > 1)
-    found = []
-    for narrowed in kept:
-        hooks = (lambda t, narrowed=narrowed: _narrow(t) if narrowed(t) else t, lambda t: t)
-        with torch.autograd.graph.saved_tensors_hooks(*hooks):
-            out = function(*leaves)
-        found.append(torch.autograd.grad(out, leaves, _seed(out)))
-    for gradients in found[1:]:
-        torch.testing.assert_close(gradients, found[0], rtol=2e-2, atol=2e-2)
-    met = {(program, tuple(t.dtype for t in tensors if t is not None)) for program, tensors in launched}
-    assert len(met) == len({program for program, _ in met})
-
-
-@pytest.mark.parametrize("name", HOOKED)
-def test_a_negated_gradient(name: str) -> None:
-    function, shapes = HOOKED[name]
-    leaves = _leaves(shapes)
-    out = function(*leaves)
-    seed = _seed(out)
-    expected = torch.autograd.grad(out, leaves, seed, retain_graph=True)
-    torch.testing.assert_close(torch.autograd.grad(out, leaves, _negated(seed)), expected)

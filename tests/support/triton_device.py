@@ -110,6 +110,11 @@ def laid_out(shape: Sequence[int], dtype: torch.dtype, layout: str, seed: int, *
     return LAYOUTS[layout]((scale * random_tensor(*shape, seed=seed)).to(DEVICE, dtype))
 
 
+def negated(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers, whose memory holds those of the other sign."""
+    return torch._neg_view(-tensor)
+
+
 gradient_layouts = st.sampled_from(list(LAYOUTS))
 # Not one number for all: the gradient of a norm of equal numbers is nothing but rounding.
 layouts = st.sampled_from(list(LAYOUTS)[:-1])

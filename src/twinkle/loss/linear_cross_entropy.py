@@ -184,6 +184,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             )
         if wants_formula():
             return *_several_at_once(ctx, upstream), *(None,) * 3
+        upstream = upstream.resolve_neg()  # kernels read its memory
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:  # of tokens' losses; or the second backward through a graph that was retained
             x, weight, bias, target, class_weight = saved_tensors(ctx, "linear_cross_entropy")

@@ -147,6 +147,7 @@ class _Gathered(torch.autograd.Function):
 def _gathered(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     programs = _by_triton()
     if programs and len(rows) and launchable(rows.device) and rows.dtype in DTYPES:
+        rows = rows.resolve_neg()  # the program reads the memory
         return programs.combine(rows if rows.stride(1) == 1 else rows.contiguous(), places, None, rows.dtype)
     # A row of zeros at the end is for places that there aren't. Choice by choice, since all of them at once would take
     # as much memory again as what all experts work on.

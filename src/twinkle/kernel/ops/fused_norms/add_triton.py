@@ -112,7 +112,7 @@ class _AddNorm(torch.autograd.Function):
         total, weight, rstd = saved_tensors(ctx, "add_rms_norm by triton")
         layout: _Layout = ctx.layout
         needs_dw = ctx.needs_input_grad[2]
-        if wants_formula():
+        if wants_formula(dtotal, dy):
             # Of the sum alone, which the total stands for: its gradient is that of either summand.
             formula: Any = functools.partial(_from_total, kind=layout.kind)
             found = gradients_by_formula(formula, (total, weight), (True, needs_dw), dtotal, dy)

@@ -51,7 +51,7 @@ def differentiable(results: Results, gradients: Gradients) -> Callable[..., torc
             )
             stacks = gate_up, down, gate_up_bias, down_bias
             needed = ctx.needs_input_grad[:6]
-            if wants_formula():
+            if wants_formula(grad):
                 formula = functools.partial(_by_formula, index=index, variant=ctx.variant)
                 return (*gradients_by_formula(formula, (x, weights, *stacks), needed, grad), None, None)
             to = Route(*route)

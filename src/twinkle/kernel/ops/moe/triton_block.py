@@ -91,7 +91,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gate, shared = saved_tensors(ctx, "moe_block by triton")
-        if wants_formula():
+        if wants_formula(grad):
             wanted = ctx.needs_input_grad[1:]
             return (grad, *gradients_by_formula(_gated, (gate, shared), wanted, grad))
         grad = grad.contiguous()

@@ -155,7 +155,7 @@ class _Choice(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, None, None]:
         logits, index = saved_tensors(ctx, "moe_router by triton")
         variant: MoeRouterVariant = ctx.variant
-        if wants_formula():
+        if wants_formula(grad):
             formula = functools.partial(scores_of, index=index, variant=variant)
             return gradients_by_formula(formula, (logits,), (True,), grad.float())[0], None, None
         dlogits = torch.empty_like(logits)
