@@ -206,10 +206,8 @@ def test_compiled_whole(name: str) -> None:
     def compiled(model: nn.Module, fullgraph: bool) -> dict[str, torch.Tensor] | None:
         """None where it can't be: transformers' own code of some families can't."""
         torch.compiler.reset()
-        # The backward of many pieces takes minutes to trace, and nothing of it is ours: the kernels are PyTorch's here.
-        backend = "aot_eager" if fullgraph else "eager"
         try:
-            results = step(torch.compile(model, fullgraph=fullgraph, backend=backend), inputs)
+            results = step(torch.compile(model, fullgraph=fullgraph, backend="aot_eager"), inputs)
         except Exception:  # of many kinds
             return None
         return {name.removeprefix("_orig_mod."): tensor for name, tensor in results.items()}
