@@ -75,6 +75,7 @@ SPEC = OperatorSpec(
         },
     ),
     gradient=overwrite,
+    called_within="to, in every conversion, and others that copy on the way",
     reference="reference:copy__reference",
 )
 copy__aten = SPEC.aten

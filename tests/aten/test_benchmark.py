@@ -23,6 +23,7 @@ from twinkle.bench.aten import NATIVE, PEER, ROUTED, loses, measure, wins
 from twinkle.bench.results import Result
 
 TOGETHER = {name for name in USES if catalog.operator(name).caution is None}
+WITHIN = {name for name in TOGETHER if catalog.operator(name).called_within is not None}
 SIZES = ("accelerator", "cpu", "quick")
 BRIEF: dict[str, Any] = {"size": "quick", "rounds": 3, "seconds": 0.1, "peer": False}
 
@@ -264,10 +265,25 @@ def test_auto_installs_what_wins_somewhere(fast: set[str], chip: Profile, monkey
     with install("auto", platform=chip.platform) as installed:
         assert set(installed.registrations) == fast
         assert set(installed.left_out) == TOGETHER - fast
-        assert all("faster than PyTorch's on none of" in str(why) for why in installed.left_out.values())
+        measured = {name: str(why) for name, why in installed.left_out.items() if name not in WITHIN}
+        assert all("faster than PyTorch's on none of" in why for why in measured.values())
         assert {registration.operator for registration in active()} == fast
         shown = repr(installed)
     assert active() == [] and shown.startswith(f"<Installation of {', '.join(sorted(fast)) or 'nothing'}; left out: ")
+
+
+def test_auto_leaves_out_what_pytorch_calls_within_others(chip: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However fast its kernel is. Each ``to`` is a call of ``copy_``, and no call of it in a program."""
+    monkeypatch.setattr(clocks, "clock_for", lambda *_, **__: Told({"copy_"}))
+    monkeypatch.setattr(catalog, "chosen", lambda: ["copy_"])
+    assert {"copy_"} == WITHIN
+    with install("auto", platform=chip.platform) as installed:
+        assert "PyTorch calls it within to, in every conversion" in str(installed.left_out["copy_"])
+        torch.ones(3, device=chip.device).to(torch.float64)
+        assert active() == []
+    with install("copy_", platform=chip.platform) as installed:
+        torch.ones(3, device=chip.device).to(torch.float64)
+        assert installed.registrations["copy_"].counter == {"n": 1}
 
 
 @interpreted_takes_long
@@ -313,7 +329,7 @@ def test_auto_leaves_out_what_is_wrong_or_has_no_calls(
     unlisted = replace(right("clone"), home=Home("ops.clone", tmp_path))
     monkeypatch.setattr(catalog, "operator", lambda name: unlisted if name == "clone" else right(name))
     with install("auto", platform=chip.platform) as installed:
-        assert list(installed.left_out) == ["clone"]
+        assert set(installed.left_out) == {"clone"} | WITHIN
         assert "there is no benchmark.yaml" in str(installed.left_out["clone"])
 
 

@@ -72,6 +72,16 @@ def test_all_arguments_may_be_given_by_name(spec: OperatorSpec) -> None:
     assert outcome(spec.aten, ((), by_name)) == outcome(spec.native, usual(spec))
 
 
+def test_numbers_arrive_as_the_schema_has_them() -> None:
+    """PyTorch takes any number for a bool; a compiled kernel chooses by its type."""
+    from ops.scaled_dot_product_attention.register import SPEC
+
+    arguments = Arguments(SPEC.overload)
+    given = arguments.of_declared_kinds(arguments.bind((1, 2, 3, None, 0, 1.5), {"scale": None, "enable_gqa": 0}))
+    assert given == [1, 2, 3, None, 0.0, True, None, False]
+    assert [type(value) for value in given[4:6]] == [float, bool]
+
+
 @pytest.mark.parametrize("padding", ["a", 1.5, None])
 def test_a_number_of_another_kind(padding: Any) -> None:
     """The kernel compares it with indices, and would find none equal."""

@@ -25,7 +25,7 @@ from twinkle.aten.arguments import Arguments
 from twinkle.aten.harness.cases import cases
 from twinkle.aten.harness.observe import Call, Seen, differences
 from twinkle.aten.registration import active
-from twinkle.aten.spec import WITHOUT_GRADIENT, OperatorSpec
+from twinkle.aten.spec import WITHOUT_GRADIENT, OperatorSpec, Semantics
 
 TOGETHER = [name for name in USES if catalog.operator(name).caution is None]
 """What ``install("all")`` registers."""
@@ -90,13 +90,15 @@ def test_close_leaves_the_operator_as_it_was(registrable: OperatorSpec, chip: Pr
 
 
 def test_after_close_results_have_the_bits_they_had_before(registrable: OperatorSpec, chip: Profile) -> None:
+    """Not the gradients that a GPU adds up in any order: they have other bits each time."""
     spec = registrable
+    any_order = Semantics.ROUNDS if chip.device.startswith("cuda") else Semantics.PURE
 
     def results() -> list[Seen]:
         seen = []
         for case in cases(spec, seeds=1):
             torch.manual_seed(0)
-            differentiate = not spec.semantics & WITHOUT_GRADIENT
+            differentiate = not spec.semantics & (WITHOUT_GRADIENT | any_order)
             call = Call.of(case.name, case.values(chip.device), spec, differentiate=differentiate)
             seen.append(call.observe(lambda values: Arguments(spec.overload).call(spec.overload, values)))
         return seen

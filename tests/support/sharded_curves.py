@@ -23,6 +23,7 @@ from tests.support.sharded_models import (
     mine,
     new_model,
     optimizer_of,
+    shares,
     spread,
     with_adapters,
 )
@@ -41,6 +42,7 @@ from twinkle.moe import (
     load_state_dict,
 )
 
+Batch = dict[str, torch.Tensor]
 STEPS, SAVED_AT, ORDERS = 20, 10, 3
 CLIP = 1.0
 
@@ -63,8 +65,12 @@ class Curve(NamedTuple):
 
 
 def _steps(
-    model: nn.Module, optimizer: torch.optim.Optimizer, take: Callable[[int], dict[str, torch.Tensor]], first: int = 0
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    take: Callable[[int], list[Batch]],
+    first: int = 0,
 ) -> Curve:
+    """From that step on; ``take(step)`` gives a batch in equal parts, whose gradients are added up."""
     losses, norms, gradients, state, moments = [], [], {}, {}, {}
     for step in range(first, STEPS):
         if step == SAVED_AT:
@@ -73,8 +79,12 @@ def _steps(
             moments["state"] = {
                 name: {key: value.clone() for key, value in entry.items()} for name, entry in moments["state"].items()
             }
-        loss = presets.loss(model(**take(step)))
-        loss.backward()
+        parts = take(step)
+        of_parts = []
+        for part in parts:
+            loss = presets.loss(model(**part)) / len(parts)
+            loss.backward()
+            of_parts.append(loss.item())
         if step == 0:
             gradients = gathered_gradients(model)
         alone = not any(isinstance(p, DTensor) for p in model.parameters())
@@ -83,17 +93,22 @@ def _steps(
         )
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(sum(of_parts))
     return Curve(losses, norms, gradients, state, moments)
 
 
 @functools.cache
 def _alone(lora: bool, few: bool, order: int) -> Curve:
-    """In one of the orders of summation: of the rows, and of the experts as transformers has them."""
+    """In one of the orders of summation: of the rows, and of the experts as transformers has them.
+
+    In the last the rows are in as many parts as there are processes. Ours are, too, and products of fewer rows are
+    added up in another order.
+    """
     model = new_model(lora, few)
     by = ("eager", "batched_mm", "eager") if device().type == "cuda" else ("grouped_mm", "eager", "batched_mm")
     model.set_experts_implementation(by[order])
-    return _steps(model, optimizer_of(model), functools.partial(batch, order=order))
+    among = dist.get_world_size() if order == ORDERS - 1 else 1
+    return _steps(model, optimizer_of(model), lambda step: shares(batch(step, order), among))
 
 
 @functools.cache
@@ -140,7 +155,7 @@ def curve(mesh: DeviceMesh, ep: int, lora: str | None, few: bool = False) -> Non
         fully_shard_model(model, mesh_of_all)
     else:
         model = spread(new_model(adapted, few), ep)
-    ours = _steps(model, optimizer_of(model), lambda step: mine(batch(step)))
+    ours = _steps(model, optimizer_of(model), lambda step: [mine(batch(step))])
     _judge_losses(ours.losses, adapted, few)
     exact = _exact_gradients(adapted, few)
     assert list(ours.gradients) == list(single.gradients) == list(exact)
@@ -154,13 +169,14 @@ def curve(mesh: DeviceMesh, ep: int, lora: str | None, few: bool = False) -> Non
     load_state_dict(again, ours.model)
     optimizer = optimizer_of(again)
     load_optimizer_state(again, optimizer, ours.optimizer)
-    _judge_losses(_steps(again, optimizer, batch, SAVED_AT).losses, adapted, few, SAVED_AT)
+    resumed = _steps(again, optimizer, lambda step: [batch(step)], SAVED_AT)
+    _judge_losses(resumed.losses, adapted, few, SAVED_AT)
 
     again = spread(new_model(adapted, few), ep)
     load_state_dict(again, single.model)
     optimizer = optimizer_of(again)
     load_optimizer_state(again, optimizer, single.optimizer)
-    resumed = _steps(again, optimizer, lambda step: mine(batch(step)), SAVED_AT)
+    resumed = _steps(again, optimizer, lambda step: [mine(batch(step))], SAVED_AT)
     _judge_losses(resumed.losses, adapted, few, SAVED_AT)
 
 

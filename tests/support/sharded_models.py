@@ -67,8 +67,15 @@ def batch(step: int, order: int = 0) -> dict[str, torch.Tensor]:
     return {name: tensor[rows].to(device()) for name, tensor in inputs.items()}
 
 
+def shares(inputs: dict[str, torch.Tensor], among: int) -> list[dict[str, torch.Tensor]]:
+    """A batch in so many equal parts."""
+    chunks = {name: tensor.chunk(among) for name, tensor in inputs.items()}
+    return [{name: parts[place] for name, parts in chunks.items()} for place in range(among)]
+
+
 def mine(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.chunk(dist.get_world_size())[dist.get_rank()] for name, tensor in inputs.items()}
+    """This process's part of a batch."""
+    return shares(inputs, dist.get_world_size())[dist.get_rank()]
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:

@@ -17,6 +17,10 @@ _WORDS = frozenset(
 """What else an argument may be, for its value to say all about it."""
 
 
+_KINDS: dict[str, type] = {"bool": bool, "float": float}
+"""The kinds of numbers, by the schema's name, for which PyTorch takes others as well: 1.5 where it has a bool."""
+
+
 class Arguments:
     """Completes what the dispatcher hands over, which leaves out every argument that equals its default.
 
@@ -31,6 +35,7 @@ class Arguments:
         self.names = tuple(argument.name for argument in declared)
         self._position = {name: i for i, name in enumerate(self.names)}
         self._tensors = [i for i, argument in enumerate(declared) if isinstance(argument.type, torch.TensorType)]
+        self._numbers = [(i, _KINDS[kind]) for i, kind in enumerate(map(plain_type, declared)) if kind in _KINDS]
         self._keyword_only = tuple(argument.name for argument in declared if argument.kwarg_only)
         self._positional = len(declared) - len(self._keyword_only)
         self.leading = next((i for i in range(len(declared)) if i not in self._tensors), len(declared))
@@ -40,6 +45,13 @@ class Arguments:
         values = [*args, *self._defaults[len(args) :]]
         for name, value in kwargs.items():
             values[self._position[name]] = value
+        return values
+
+    def of_declared_kinds(self, values: list[Any]) -> list[Any]:
+        """All arguments, where what isn't from the dispatcher may be a number of another kind than the schema has."""
+        for place, kind in self._numbers:
+            if type(values[place]) in NUMBERS:
+                values[place] = kind(values[place])
         return values
 
     def call(self, function: Any, values: list[Any]) -> Any:

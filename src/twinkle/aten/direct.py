@@ -27,7 +27,7 @@ def call(spec: OperatorSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             kwargs = {**kwargs, "device": device}  # the kernel doesn't see what is the default just now
         served = _serving_on(spec, device.type)
         if served is not None:
-            values = served.arguments.bind(args, kwargs)
+            values = served.arguments.of_declared_kinds(served.arguments.bind(args, kwargs))
             if interference(at_autograd=True) is None and served.refusal(values) is served.ungradable(values) is None:
                 return served.run_with_gradient(values)
     return spec.native(*args, **kwargs)

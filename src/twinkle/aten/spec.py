@@ -42,7 +42,8 @@ class Semantics(enum.Flag):
     """It gives its argument's own memory, without its gradient."""
     ROUNDS = enum.auto()
     """It rounds in an order of its own: it is judged by how far it is from exact numbers, beside PyTorch's own kernel.
-    Its layout isn't judged, since that of PyTorch's own depends on which of several kernels serves a call."""
+    Its layout isn't judged, nor whether it is the visible part of a larger tensor of its own: with PyTorch's own, both
+    depend on which of several kernels serves a call."""
 
 
 WITHOUT_GRADIENT = Semantics.ALLOCATES | Semantics.HOST_READ | Semantics.METADATA | Semantics.DETACHED
@@ -133,6 +134,9 @@ class OperatorSpec:
         by_design: why the operator is never registered; its kernel can be called, and is checked, all the same.
         caution: what goes wrong in the process while it is registered. It is logged as a WARNING at registration, and
             such an operator is not one of ``install("all")``.
+        called_within: the operators of PyTorch in which it is called as well, where those are called far more often than
+            it: each such call passes through a registration, few are worth a kernel. So ``install("auto")`` leaves it
+            out.
         model: what the model of the framework level must be for it to call the operator: ``preset``, ``dtype``, and
             settings of its configuration.
 
@@ -156,6 +160,7 @@ class OperatorSpec:
     judge: str | None = None
     by_design: str | None = None
     caution: str | None = None
+    called_within: str | None = None
     model: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
