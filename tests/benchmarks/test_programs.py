@@ -27,6 +27,7 @@ from twinkle.kernel import DEFAULT_KERNEL_CONFIG, registry
 from twinkle.kernel.ops.torch_support import FASTER
 from twinkle.kernel.registry import KernelImpl, register_backend
 from twinkle.kernel.testing import with_backends
+from twinkle.platforms import platform_of
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -304,6 +305,25 @@ def test_what_is_slower_than_it_may_be():
     assert routes.points(run.results) == [point._replace(installed_us=200.0)]
     said = sweep.report(run)
     assert said.startswith("Of 1 calls 1 take more than 5% and 8 us longer") and "200.0" in said
+
+
+def test_what_seems_to_be_slower_is_measured_again():
+    platform = platform_of("cpu")
+    run = Run("sweep", CPU, {}, {})
+    settings = {"rounds": 3, "seconds": 0.01}
+    spec = catalog.operator("contiguous")
+    run.results += routes.sweep(
+        spec, platform, (2**10,), kinds=("gaps", "broadcast"), dtypes=[torch.bfloat16], routed=True, **settings
+    )
+    assert [(row.case, row.who) for row in run.results[2:]] == [
+        ("sweep/contiguous/broadcast", "native"),
+        ("sweep/contiguous/broadcast", "installed"),
+    ]
+    for place, ms in ((1, 0.0), (3, 1e3)):
+        run.results[place] = dataclasses.replace(run.results[place], ms={"p20": ms, "p50": ms, "p80": ms})
+    sweep.look_again(run, platform, **settings)
+    assert [bool(row.note) for row in run.results] == [False, False, True, True]
+    assert run.results[3].ms["p80"] < 1e3 and run.results[3].samples == sweep.LONGER * 3
 
 
 def test_a_model_with_installed_operators_quick(tmp_path):

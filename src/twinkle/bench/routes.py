@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +46,7 @@ def sweep(
     platform: Platform,
     sizes: tuple[int, ...],
     *,
+    kinds: Collection[str] | None = None,
     dtypes: Sequence[torch.dtype] | None = None,
     routed: bool = False,
     rounds: int,
@@ -55,6 +56,7 @@ def sweep(
 
     Args:
         sizes: in bytes; what doesn't fit into the device's memory is left out.
+        kinds: of calls; all when None.
         dtypes: of what is computed; when None, for each kind of call the first of :data:`USUAL` that makes one.
         routed: whether ours is the operator as it is installed, its routes included, or its kernel for every call.
         rounds: samples of each candidate, at most.
@@ -62,6 +64,8 @@ def sweep(
     """
     device = torch.device(platform.device_type)
     for kind, sample in spec.work.samples.items():
+        if kinds is not None and kind not in kinds:
+            continue
         for dtype in (_first_that_makes(kind, spec.work),) if dtypes is None else dtypes:
             for size in sizes:
                 try:
