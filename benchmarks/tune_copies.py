@@ -29,6 +29,10 @@ BYTES = 2**28
 """Of a tensor that is copied: several times the L2 cache."""
 
 
+DTYPES = {**strided.INTEGERS, 16: torch.complex128}
+"""By item size."""
+
+
 class Case(NamedTuple):
     """Elements of so many bytes, in a square whose side is a multiple of 16 bytes or odd."""
 
@@ -41,7 +45,7 @@ class Case(NamedTuple):
     def tensors(self, bytes_: int) -> tuple[torch.Tensor, torch.Tensor]:
         side = 2 ** ((bytes_ // self.itemsize).bit_length() // 2)
         side -= 3 * self.odd
-        source = torch.zeros(side, side, dtype=strided.INTEGERS[self.itemsize], device="cuda")
+        source = torch.zeros(side, side, dtype=DTYPES[self.itemsize], device="cuda")
         return torch.empty_like(source), source.t()
 
 
@@ -102,11 +106,11 @@ def best(rows: list[Result]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=result_file, required=True)
-    parser.add_argument("--itemsize", action="append", type=int, choices=tuple(strided.INTEGERS))
+    parser.add_argument("--itemsize", action="append", type=int, choices=tuple(DTYPES))
     parser.add_argument("--budget", type=float, default=120.0, metavar="SECONDS", help="when to stop (default: 120)")
     options = parser.parse_args()
     deadline = time.monotonic() + options.budget
-    cases = [Case(size, odd) for size in options.itemsize or strided.INTEGERS for odd in (False, True)]
+    cases = [Case(size, odd) for size in options.itemsize or DTYPES for odd in (False, True)]
     jobs: list[Any] = list(itertools.product(cases, tiles()))
     with multiprocessing.get_context("spawn").Pool(15) as pool:
         pool.map(_compile, jobs, chunksize=4)

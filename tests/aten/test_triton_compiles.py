@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -16,12 +17,16 @@ from twinkle.aten import triton_kernels
 pytestmark = pytest.mark.skipif(INTERPRETED or DEVICE != "cpu", reason="the compiler is the same whatever the device")
 
 
-def compile_for_gpu(function: Any, signature: dict[str, Any], constants: dict[str, Any]) -> Any:
+def compile_for_gpu(
+    function: Any, signature: dict[str, Any], constants: dict[str, Any], known: dict[Any, Any] | None = None
+) -> Any:
+    """``known``: what the compiler may take for granted of arguments, by place."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    source = ASTSource(fn=function, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
+    signature = signature | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=known)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32))
 
 
@@ -39,11 +44,31 @@ def loops(compiled: Any) -> int:
 @WIDE
 @ONCE
 def test_copy_tiles(to: str, source: str, batch: tuple[str, ...], few: int, rows: int, wide: bool, once: bool) -> None:
-    numbers = ("rows", "columns", "batches", "to_row", "to_column", "source_row", "source_column")
-    integers = dict.fromkeys(numbers, "i64" if wide else "i32")
-    signature = {"to": to, "source": source, **integers, **dict.fromkeys(LAYOUTS, batch)}
-    constants = {"RANK": len(batch), "FEW": few, "WIDE": wide, "ONCE": once, "ROWS": rows, "COLUMNS": 64}
+    signature = {"to": to, "source": source, **tile("i64" if wide else "i32"), **dict.fromkeys(LAYOUTS, batch)}
+    constants = copying(RANK=len(batch), FEW=few, TOGETHER=4 if few == 3 else few, WIDE=wide, ONCE=once, ROWS=rows)
     assert loops(compile_for_gpu(triton_kernels.copy_tiles, signature, constants)) == (not once)
+
+
+def tile(integer: str) -> dict[str, str]:
+    numbers = ("rows", "columns", "batches", "to_row", "to_column", "source_row", "source_column")
+    return dict.fromkeys(numbers, integer)
+
+
+def copying(**constants: Any) -> dict[str, Any]:
+    usual = {"RANK": 0, "FEW": 1, "TOGETHER": 1, "UNIT": 1, "TURNED": False, "WIDE": False, "ONCE": True}
+    return {**usual, "ROWS": 32, "COLUMNS": 64, **constants}
+
+
+@pytest.mark.parametrize(("element", "few", "bits"), [("*i64", 2, 128), ("*i16", 2, 32), ("*u8", 4, 32)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_few_elements_are_moved_at_once(element: str, few: int, bits: int, turned: bool) -> None:
+    """Where strides are multiples of them: an access each for all that lies side by side."""
+    signature = {"to": element, "source": element, **tile("i32"), **dict.fromkeys(LAYOUTS, ())}
+    aligned = {(place,): [["tt.divisibility", 16]] for place in (0, 1)}
+    constants = copying(FEW=few, TOGETHER=few, UNIT=few, TURNED=turned)
+    compiled = compile_for_gpu(triton_kernels.copy_tiles, signature, constants, aligned)
+    accesses = re.findall(r"(?:ld|st)\.global\S*?(?:\.v(\d))?\.b(\d+)", compiled.asm["ptx"])
+    assert {int(many or 1) * int(width) for many, width in accesses} == {bits}
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "fp64"])
@@ -55,11 +80,12 @@ def test_drop(dtype: str, wide: bool, once: bool) -> None:
     assert loops(compile_for_gpu(programs.drop, signature, constants)) == (not once)
 
 
+@pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("element", ["*u8", "*i16", "*i64"])
-def test_gather_rows(element: str) -> None:
+def test_gather_rows(element: str, rows: int) -> None:
     numbers = dict.fromkeys(("rows", "width", "row_stride", "column_stride", "total"), "i32")
     signature = {"to": element, "weight": element, "indices": "*i64", **numbers}
-    assert compile_for_gpu(gather_rows, signature, {"BLOCK": 4096}).asm["cubin"]
+    assert compile_for_gpu(gather_rows, signature, {"ROWS": rows, "COLUMNS": 2048 // rows}).asm["cubin"]
 
 
 @pytest.mark.parametrize(("dtype", "indices"), [("fp32", "i64"), ("bf16", "i32"), ("fp64", "i64")])

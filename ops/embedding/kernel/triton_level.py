@@ -14,7 +14,8 @@ from twinkle.aten.strided import INTEGERS
 
 from .programs import gather_rows
 
-MOST_COLUMNS = 4096
+LEAST_ELEMENTS, MOST_COLUMNS = 2048, 4096
+"""Of a program: it gathers several rows where they are short, and a part of one where they are long."""
 
 
 def embedding_triton(
@@ -43,7 +44,8 @@ def _program(
 ) -> Callable[..., None]:
     """The launch for a table of that layout and so many indices, on that device."""
     rows, width = shape
-    block = min(triton.next_power_of_2(width), MOST_COLUMNS)
-    grid = min(total * math.ceil(width / block), most_programs(device))
-    integer = INTEGERS[dtype.itemsize]
-    return program(gather_rows, grid, rows, width, *strides, total, views=(integer, integer), BLOCK=block)
+    columns = min(triton.next_power_of_2(width), MOST_COLUMNS)
+    together = max(1, LEAST_ELEMENTS // columns)
+    grid = min(math.ceil(total / together) * math.ceil(width / columns), most_programs(device))
+    numbers, views = (rows, width, *strides, total), (INTEGERS[dtype.itemsize],) * 2
+    return program(gather_rows, grid, *numbers, views=views, ROWS=together, COLUMNS=columns)

@@ -22,13 +22,14 @@ CASTS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 AREA = 2048
 """Elements of a tile whose rows are dense in both tensors."""
 TRANSPOSING = {
-    1: ((128, 128, 8), (64, 128, 4)),
-    2: ((128, 128, 8), (64, 256, 8)),
-    4: ((64, 64, 8), (32, 256, 8)),
+    1: ((256, 128, 16), (64, 64, 2)),
+    2: ((128, 128, 8), (64, 128, 8)),
+    4: ((64, 64, 8), (32, 128, 16)),
     8: ((64, 64, 8), (64, 64, 4)),
+    16: ((32, 32, 4), (32, 32, 4)),
 }
-"""Item size -> a tile's rows, along which the source is dense, its columns, along which the destination is, and warps:
-where each of them begins at a multiple of 16 bytes, and where not. As measured on an H200;
+"""Bytes at a place -> a tile's rows, along which the source is dense, its columns, along which the destination is, and
+warps: where each of them begins at a multiple of 16 bytes, and where not. As measured on an H200;
 ``python -m benchmarks.tune_copies`` measures."""
 LEAST = 16
 """Of fewer neighbours no tile is made."""
@@ -138,30 +139,44 @@ def _copying(
     itemsize = max(to_dtype.itemsize, source_dtype.itemsize)
     views = (INTEGERS[min(itemsize, _WIDEST)],) * 2 if to_dtype == source_dtype else ()
     plan = plan_of(sizes, to_strides, source_strides, itemsize)
-    height, width, warps = _tile(plan, min(itemsize, _WIDEST))
-    tile = [(of[0], 1 if plan.rows is None else of[plan.rows]) for of in plan[:3]]
-    (columns, rows), (to_column, to_row), (source_column, source_row) = tile
-    batch = [tuple(of[d] for d in range(1, len(plan.sizes)) if d != plan.rows) for of in plan[:3]]
+    together = _power_of_two(plan.few)
+    height, width, warps = _tile(plan, min(itemsize, _WIDEST), together)
+    unit = plan.few if not any(stride % plan.few for of in plan[1:3] for stride in of) else 1
+    to_units, source_units = (tuple(stride // unit for stride in of) for of in plan[1:3])
+    walked = plan.sizes, to_units, source_units
+    (columns, rows), (to_column, to_row), (source_column, source_row) = (
+        (of[0], 1 if plan.rows is None else of[plan.rows]) for of in walked
+    )
+    batch = [tuple(of[d] for d in range(1, len(plan.sizes)) if d != plan.rows) for of in walked]
     batches, most = math.prod(batch[0]), most_programs(device)
     turns = math.ceil(rows / height) * math.ceil(columns / width) * batches
+    constants = {
+        "RANK": len(batch[0]),
+        "FEW": plan.few,
+        "TOGETHER": together,
+        "UNIT": unit,
+        "TURNED": plan.transposing,
+        "WIDE": plan.wide,
+        "ONCE": turns <= most,
+        "ROWS": height,
+        "COLUMNS": width,
+    }
     numbers = rows, columns, batches, to_row, to_column, source_row, source_column
-    constants = {"RANK": len(batch[0]), "FEW": plan.few, "WIDE": plan.wide, "ONCE": turns <= most}
-    grid = min(turns, most)
-    return program(
-        copy_tiles, grid, *numbers, *batch, views=views, warps=warps, **constants, ROWS=height, COLUMNS=width
-    )
+    return program(copy_tiles, min(turns, most), *numbers, *batch, views=views, warps=warps, **constants)
 
 
-def _tile(plan: Plan, itemsize: int) -> tuple[int, int, int]:
-    """Rows and columns of a plan's tiles, powers of two; and the warps for one."""
+def _tile(plan: Plan, itemsize: int, together: int) -> tuple[int, int, int]:
+    """Rows and columns of a plan's tiles, powers of two, with so many elements at each place; and the warps for one."""
     columns, rows = _power_of_two(plan.sizes[0]), 1 if plan.rows is None else _power_of_two(plan.sizes[plan.rows])
     if not plan.transposing:
         # Two rows at least, where there are: of an element that a row repeats, one row at a time is slower.
-        width = min(columns, AREA // min(rows, 2))
-        return min(rows, AREA // width), width, WARPS
+        area = AREA // together
+        width = min(columns, area // min(rows, 2))
+        return min(rows, area // width), width, WARPS
     assert plan.rows is not None
     ends = plan.to_strides[plan.rows] * itemsize, plan.source_strides[0] * itemsize
-    height, width, warps = TRANSPOSING[itemsize][any(end % 16 for end in ends)]
+    at_a_place = min(itemsize * together, max(TRANSPOSING))
+    height, width, warps = TRANSPOSING[at_a_place][any(end % 16 for end in ends)]
     area = height * width
     # A side that is shorter than a tile's leaves more to the other.
     height = min(height, rows)

@@ -154,7 +154,7 @@ def too_slow(found: Iterable[Point]) -> list[Point]:
     return sorted((point for point in found if point.slower), key=lambda point: point.native_us - point.installed_us)
 
 
-GAIN = 1.05
+GAIN = 1.03
 """What is won by less in one dtype may be lost in another."""
 
 
