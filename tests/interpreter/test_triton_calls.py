@@ -52,7 +52,8 @@ def pair(name: str) -> tuple[nn.Module, nn.Module, Row]:
 def arguments(name: str, make_x: Callable[..., torch.Tensor] = torch.randn, shape: tuple[int, ...] = (3, 32)) -> Any:
     count = 2 if name == "gated norm" else 1
     torch.manual_seed(0)
-    return [make_x(shape).to(DEVICE) for _ in range(count)]
+    with torch.device(DEVICE):  # a copy to another would no longer be negated
+        return [make_x(shape) for _ in range(count)]
 
 
 class _Subclass(torch.Tensor):

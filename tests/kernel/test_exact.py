@@ -18,7 +18,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from twinkle import presets
 from twinkle.kernel import verify
-from twinkle.kernel.exact import KeepFloat64, exact_copy, exact_inputs
+from twinkle.kernel.exact import KeepFloat64, exact_copy, exact_inputs, exactly
 from twinkle.kernel.verify import compare_models
 
 THIRD = torch.tensor([1 / 3, 2 / 3], dtype=torch.float64)
@@ -112,7 +112,7 @@ def test_every_family_runs_exactly(name: str) -> None:
     """The results have more digits than fp32 has."""
     model = presets.build(name)
     inputs = presets.inputs(model)
-    with KeepFloat64():
+    with exactly(model):
         exact = verify._train_step(exact_copy(model), exact_inputs(inputs), presets.loss, verify._named_outputs)
     assert {tensor.dtype for tensor in exact.values()} == {torch.float64}
     assert all(not torch.equal(t.float().double(), t) for t in exact.values() if t.numel() > 8 and t.abs().max() > 0)

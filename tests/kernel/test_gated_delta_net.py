@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ pytest.importorskip("transformers")
 
 from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
 
-from tests.support.linear_attention import write_package
+from tests.support.linear_attention import NO_DRIVER, NO_FP64, write_package
 from tests.support.models import clean_process  # noqa: F401
 from twinkle import presets
 from twinkle.kernel import KernelChoice, kernelize
@@ -366,7 +367,37 @@ assert torch.isfinite(model(**presets.inputs(model)).logits).all()
 
 def test_a_cpu_with_the_library_installed_keeps_working(tmp_path: Path) -> None:
     """Transformers calls it wherever it is installed; the report says so, and what to do."""
-    path = [str(write_package(tmp_path, works=False)), str(ROOT / "src")]
+    path = [str(write_package(tmp_path, NO_DRIVER)), str(ROOT / "src")]
     code = f"import sys; sys.path[:0] = {path!r}\n{ON_A_CPU}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+JUDGED = """
+import copy
+from twinkle import presets
+from twinkle.kernel.verify import compare_models
+import transformers.models.qwen3_next.modeling_qwen3_next as modeling
+before = modeling.torch_chunk_gated_delta_rule
+model = presets.build("qwen3_next")
+found = compare_models(model, copy.deepcopy(model), presets.inputs(model), presets.loss)
+assert len(found) > 20 and all(0 < comparison.used < 0.6 for comparison in found), found
+assert modeling.torch_chunk_gated_delta_rule is before
+try:
+    model.double()(**presets.inputs(model))
+except AssertionError as error:
+    assert "no fp64" in str(error)
+else:
+    raise AssertionError("transformers doesn't call the library")
+"""
+
+
+@pytest.mark.parametrize("kernels", ["YES", "NO"])
+def test_a_judge_computes_in_fp64_where_the_library_has_none(tmp_path: Path, kernels: str) -> None:
+    """As on a GPU with it installed, where transformers calls it in every dtype; with the package kernels and not."""
+    path = [str(write_package(tmp_path, NO_FP64)), str(ROOT / "src")]
+    code = f"import sys; sys.path[:0] = {path!r}\n{JUDGED}"
+    environment = {**os.environ, "USE_HUB_KERNELS": kernels}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr

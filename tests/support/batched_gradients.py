@@ -11,6 +11,7 @@ from torch import nn
 from twinkle import presets
 from twinkle.kernel import DEFAULT_KERNEL_CONFIG, KernelChoice, kernelize
 from twinkle.kernel.config import OPT_IN_KERNEL_CONFIG
+from twinkle.kernel.exact import by_pytorch_alone
 from twinkle.kernel.report import report
 from twinkle.kernel.testing import with_backends
 from twinkle.kernel.undo import unkernelize
@@ -23,7 +24,8 @@ def assert_same_gradients(preset: str, backend: str, *ops: str, device: str | to
     choices = DEFAULT_KERNEL_CONFIG | OPT_IN_KERNEL_CONFIG
     of_ops = {key: c for key, c in choices.items() if isinstance(c, KernelChoice) and c.op in ops}
     kernelize(model, with_backends(of_ops, backend))
-    expected, found = _gradients(original), _gradients(model)
+    with by_pytorch_alone(original):
+        expected, found = _gradients(original), _gradients(model)
     assert {row.op for row in report(model).rows if row.state == "installed" and row.calls} == set(ops)
     unkernelize(model)
     for ours, theirs in zip(found, expected, strict=True):

@@ -33,14 +33,19 @@ def causal_conv1d(x, weight=None, bias=None, residual=None, initial_state=None, 
 """
 
 
-def write_package(folder: Path, works: bool = True, convolutions: str = "causal_conv1d") -> Path:
+NO_DRIVER = "raise RuntimeError('0 active drivers ([]). There should only be one.')"
+"""How its functions fail where there is no GPU."""
+NO_FP64 = "assert 'torch.float64' not in [str(getattr(given, 'dtype', '')) for given in locals().values()], 'no fp64'"
+"""And on a GPU, of numbers that Triton's products don't know there."""
+
+
+def write_package(folder: Path, body: str = "pass", convolutions: str = "causal_conv1d") -> Path:
     """Makes a package ``fla`` in a folder that is to be on the path.
 
     Args:
-        works: otherwise its functions fail as those of Triton do where there is no GPU.
+        body: how its functions begin: :data:`NO_DRIVER`, :data:`NO_FP64`.
         convolutions: the module of the convolution; the library has moved it.
     """
-    body = "pass" if works else "raise RuntimeError('0 active drivers ([]). There should only be one.')"
     for package in ("fla", "fla/ops", "fla/modules"):
         (folder / package).mkdir(parents=True, exist_ok=True)
         (folder / package / "__init__.py").write_text("")

@@ -29,7 +29,7 @@ from tests.support.sharded_models import (
 )
 from twinkle import presets
 from twinkle.commands.demo.outcome import judge_losses
-from twinkle.kernel.exact import KeepFloat64, exact_copy
+from twinkle.kernel.exact import exact_copy, exactly
 from twinkle.kernel.verify import allowed_error_used
 from twinkle.moe import (
     apply_expert_parallel,
@@ -113,8 +113,8 @@ def _alone(lora: bool, few: bool, order: int) -> Curve:
 
 @functools.cache
 def _exact_gradients(lora: bool, few: bool) -> dict[str, torch.Tensor]:
-    with KeepFloat64():
-        model = exact_copy(new_model(lora, few))
+    model = exact_copy(new_model(lora, few))
+    with exactly(model):
         presets.loss(model(**batch(0))).backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 

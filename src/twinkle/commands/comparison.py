@@ -160,7 +160,7 @@ def comparable_inputs(original: nn.Module, kernelized: nn.Module) -> Iterator[di
     Endless, but where :data:`SEEDS` in a row were none.
     """
     from twinkle import presets
-    from twinkle.kernel.exact import KeepFloat64, exact_copy, exact_inputs
+    from twinkle.kernel.exact import exact_copy, exact_inputs, exactly
     from twinkle.kernel.journal import process_originals
     from twinkle.kernel.ops.worthwhile import every_size
 
@@ -177,7 +177,7 @@ def comparable_inputs(original: nn.Module, kernelized: nn.Module) -> Iterator[di
                 ours = _chosen_experts(kernelized, inputs)
             with process_originals():
                 theirs = _chosen_experts(original, inputs)
-                with KeepFloat64():
+                with exactly(original):
                     right = _chosen_experts(exact, exact_inputs(inputs))
             if not (_equal(ours, theirs) and _equal(theirs, right)):
                 failed += 1

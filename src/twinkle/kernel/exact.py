@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Mapping
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+
+from twinkle.kernel.journal import lock
+from twinkle.kernel.reclass import peel
 
 _WIDE = {
     **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64),
@@ -53,7 +59,7 @@ def _wide_twin(value: Any) -> Any:
 
 
 def exact_copy(model: nn.Module) -> nn.Module:
-    """A copy of a model in fp64, to be run within :class:`KeepFloat64`; experts as a loop, grouped products have none.
+    """A copy of a model in fp64, to be run within :func:`exactly`; experts as a loop, grouped products have none.
 
     Args:
         model: left as it is.
@@ -67,3 +73,49 @@ def exact_copy(model: nn.Module) -> nn.Module:
 def exact_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """A model's keyword arguments with every floating-point tensor in fp64."""
     return {k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
+
+
+@contextlib.contextmanager
+def exactly(model: nn.Module) -> Iterator[None]:
+    """Within it an :func:`exact_copy` of the model computes in fp64."""
+    with by_pytorch_alone(model), KeepFloat64():
+        yield
+
+
+@contextlib.contextmanager
+def by_pytorch_alone(model: nn.Module) -> Iterator[None]:
+    """Within it, and for all threads, transformers' functions in the model's modeling files are what it wrote itself.
+
+    Where flash-linear-attention, causal-conv1d or mamba-ssm are installed it calls their kernels instead, which know no
+    fp64 and no transforms.
+    """
+    homes = {peel(type(module)).__module__: None for module in model.modules()}
+    with lock, contextlib.ExitStack() as restored:
+        for home in (sys.modules[name] for name in homes):
+            for name, value in list(vars(home).items()):
+                own = _written_in_pytorch(value)
+                if own is not None:
+                    restored.callback(setattr, home, name, value)
+                    setattr(home, name, own)
+        yield
+
+
+def _written_in_pytorch(value: Any) -> Callable[..., Any] | None:
+    """Of what transformers' ``use_kernel_func_from_hub_with_fallback`` made of a function: the function."""
+    if isinstance(value, nn.Module):  # that is what the package kernels makes of it
+        value = _closed_over(type(value).forward).get("func")
+    own = _closed_over(value).get("torch_function")
+    if own is None:
+        return None
+    parameters = inspect.signature(own).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return own  # type: ignore[no-any-return]
+    known = {parameter.name for parameter in parameters}
+    return lambda *args, **kwargs: own(*args, **{name: kwargs[name] for name in kwargs if name in known})
+
+
+def _closed_over(function: Any) -> dict[str, Any]:
+    """A function's variables of the functions around it, by name."""
+    if not inspect.isfunction(function) or function.__closure__ is None:
+        return {}
+    return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__), strict=True))

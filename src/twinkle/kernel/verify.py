@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from twinkle.kernel import registry
-from twinkle.kernel.exact import KeepFloat64, exact_copy, exact_inputs
+from twinkle.kernel.exact import exact_copy, exact_inputs, exactly
 from twinkle.kernel.journal import process_originals
 from twinkle.kernel.judgement import allowed_error_used
 from twinkle.kernel.ops.worthwhile import every_size
@@ -171,7 +171,7 @@ def compare_models(
     with process_originals():
         theirs = _train_step(original, inputs, loss, outputs)
         exact = exact_copy(original)
-        with KeepFloat64():
+        with exactly(original):
             judge = _train_step(exact, exact_inputs(inputs), loss, outputs)
     return [
         Comparison(name, allowed_error_used(ours[name], theirs[name], judge[name]) if name in ours else float("inf"))

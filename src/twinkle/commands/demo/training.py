@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from twinkle.kernel.exact import KeepFloat64, exact_copy
+from twinkle.kernel.exact import exact_copy, exactly
 
 HIDDEN = 288
 SETTINGS: dict[str, Any] = {
@@ -109,8 +109,9 @@ class Order:
 def exact_results(ids: torch.Tensor, order: Order | None = None) -> dict[str, torch.Tensor]:
     """The :func:`results` of the same model in fp64, on the CPU; with an order, of its weights and ``ids`` in that."""
     order = order or Order(0)
-    with KeepFloat64():
-        return results(order.of_model(exact_copy(new_model("cpu"))), order.of_batch(ids.cpu()))
+    model = order.of_model(exact_copy(new_model("cpu")))
+    with exactly(model):
+        return results(model, order.of_batch(ids.cpu()))
 
 
 def results(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
