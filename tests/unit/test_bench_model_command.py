@@ -146,7 +146,7 @@ def test_a_faster_backend_becomes_a_mapping_to_copy(own_registry: None, monkeypa
     assert result.exit_code == 0, result.output
     names: dict[str, Any] = {}
     exec(result.stdout[result.stdout.index("from twinkle.kernel import") :], names)
-    assert names["mapping"][NORM].backends == ("npu", "triton", "mine", "torch", "liger")
+    assert names["mapping"][NORM].backends == ("npu", "triton", "liger", "mine", "torch")
 
 
 def test_what_compiles_is_compiled_once_and_never_given_up(own_registry: None) -> None:

@@ -18,7 +18,7 @@ from twinkle.layout import laid_out, plain
 
 NORM = "transformers.models.qwen3.modeling_qwen3.Qwen3RMSNorm"
 ROTARY = "transformers.models.qwen3.modeling_qwen3.apply_rotary_pos_emb"
-CHAIN = DEFAULT_KERNEL_CONFIG[NORM].backends  # npu, triton, torch, liger
+CHAIN = DEFAULT_KERNEL_CONFIG[NORM].backends  # npu, triton, liger, torch
 
 
 def about(name: str, median: float, half: float | None = 10.0) -> dict[str, float]:
@@ -144,10 +144,11 @@ def test_a_backend_is_proposed_where_the_default_mapping_takes_none() -> None:
     ("best", "others", "expected"),
     [
         ("torch", {"triton"}, ("npu", "torch", "triton", "liger")),
-        ("mine", {"triton", "torch"}, ("npu", "mine", "triton", "torch", "liger")),
+        ("mine", {"triton", "torch"}, ("npu", "mine", "triton", "liger", "torch")),
         ("mine", set(), (*CHAIN, "mine")),
         ("torch", {"triton", "torch"}, ("npu", "torch", "triton", "liger")),
         ("triton", {"triton", "torch"}, ("npu", "triton", "liger")),  # the second only made it slower
+        ("triton", {"mine"}, CHAIN),
     ],
 )
 def test_the_rest_of_a_chain_keeps_its_order(best: str, others: set[str], expected: tuple[str, ...]) -> None:

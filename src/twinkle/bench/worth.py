@@ -174,12 +174,13 @@ def reordered(chain: Sequence[str], best: str, others: Set[str]) -> tuple[str, .
     """The chain with ``best`` before the first of the others, and otherwise as it is: of those nothing was shown.
 
     Args:
-        others: backends that can serve as well; where none of them is in the chain, the best goes to its end. Where the
-            best comes first already, those that served together with it are left out.
+        others: backends that can serve as well. Where the best comes before all of them already, those that served
+            together with it are left out; where neither it nor they are in the chain, it goes to the end.
     """
+    slower = others - {best}
+    first = next((backend for backend in chain if backend == best or backend in slower), None)
+    if first == best:
+        return tuple(backend for backend in chain if backend not in slower)
     rest = [backend for backend in chain if backend != best]
-    at = next((number for number, backend in enumerate(rest) if backend in others), len(rest))
-    found = (*rest[:at], best, *rest[at:])
-    if found != tuple(chain):
-        return found
-    return tuple(backend for backend in chain if backend == best or backend not in others)
+    at = len(rest) if first is None else rest.index(first)
+    return (*rest[:at], best, *rest[at:])

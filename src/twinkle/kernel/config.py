@@ -12,7 +12,7 @@ from twinkle.kernel.registry import KernelChoice, backends_of
 # backend doesn't win (see ops/torch_support.py) it refuses. moe_experts by liger is never chosen, by torch it wasn't
 # faster in every size.
 _CHAINS: dict[str, tuple[str, ...]] = {
-    "rms_norm": ("npu", "triton", "torch", "liger"),
+    "rms_norm": ("npu", "triton", "liger", "torch"),
     "gated_rms_norm": ("npu", "triton", "torch"),
     "swiglu": ("npu", "triton", "liger"),
     "geglu": ("npu", "triton", "liger"),
