@@ -62,13 +62,17 @@ def copying(**constants: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(("element", "few", "bits"), [("*i64", 2, 128), ("*i16", 2, 32), ("*u8", 4, 32)])
 @pytest.mark.parametrize("turned", [False, True])
 def test_few_elements_are_moved_at_once(element: str, few: int, bits: int, turned: bool) -> None:
-    """Where strides are multiples of them: an access each for all that lies side by side."""
+    """Where strides are multiples of them: an access each for all that lies side by side, and a warp's accesses are
+    neighbours."""
     signature = {"to": element, "source": element, **tile("i32"), **dict.fromkeys(LAYOUTS, ())}
     aligned = {(place,): [["tt.divisibility", 16]] for place in (0, 1)}
     constants = copying(FEW=few, TOGETHER=few, UNIT=few, TURNED=turned)
     compiled = compile_for_gpu(triton_kernels.copy_tiles, signature, constants, aligned)
     accesses = re.findall(r"(?:ld|st)\.global\S*?(?:\.v(\d))?\.b(\d+)", compiled.asm["ptx"])
     assert {int(many or 1) * int(width) for many, width in accesses} == {bits}
+    layouts = dict(re.findall(r"(#blocked\d*) = .*threadsPerWarp = \[([\d, ]+)\]", compiled.asm["ttgir"]))
+    places = re.findall(r"tt\.(?:load|store) .*, (#blocked\d*)>", compiled.asm["ttgir"])
+    assert len(places) == 2 and {layouts[place] for place in places} == {"32, 1, 1"}
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "fp64"])

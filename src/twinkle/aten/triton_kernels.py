@@ -71,21 +71,21 @@ def copy_tiles(
             written += index * to_strides[d] * UNIT
         inside = (row < rows)[:, None] & (column < columns)[None, :] & is_one
         at = (row * source_row)[:, None] + (column * source_column)[None, :]
-        goes = (row * to_row)[:, None] + (column * to_column)[None, :]
         if FEW == 1:
+            goes = (row * to_row)[:, None] + (column * to_column)[None, :]
             value = tl.load(read + at, mask=inside)
             tl.store(written + goes, value.to(to.dtype.element_ty), mask=inside)
-        elif TURNED:
-            # Of places that lie apart the compiler can't tell along which side of a tile they are nearest: it takes
-            # the last side, so that is where they must be.
-            turned = (column * source_column)[:, None] + (row * source_row)[None, :]
-            among = (column < columns)[:, None] & (row < rows)[None, :] & is_one
-            from_all, are_read = _elements(turned, among, FEW, TOGETHER, UNIT)
-            to_all, are_written = _elements(goes, inside, FEW, TOGETHER, UNIT)
-            value = tl.permute(tl.load(read + from_all, mask=are_read), (1, 0, 2))
-            tl.store(written + to_all, value.to(to.dtype.element_ty), mask=are_written)
         else:
-            from_all, are_read = _elements(at, inside, FEW, TOGETHER, UNIT)
-            to_all, are_written = _elements(goes, inside, FEW, TOGETHER, UNIT)
-            value = tl.load(read + from_all, mask=are_read)
+            # Of places that lie apart the compiler can't tell along which side of a tile they are nearest: it takes
+            # the first, so that is where the densest must be.
+            turned = (column < columns)[:, None] & (row < rows)[None, :] & is_one
+            goes = (column * to_column)[:, None] + (row * to_row)[None, :]
+            to_all, are_written = _elements(goes, turned, FEW, TOGETHER, UNIT)
+            if TURNED:
+                from_all, are_read = _elements(at, inside, FEW, TOGETHER, UNIT)
+                value = tl.permute(tl.load(read + from_all, mask=are_read), (1, 0, 2))
+            else:
+                at = (column * source_column)[:, None] + (row * source_row)[None, :]
+                from_all, are_read = _elements(at, turned, FEW, TOGETHER, UNIT)
+                value = tl.load(read + from_all, mask=are_read)
             tl.store(written + to_all, value.to(to.dtype.element_ty), mask=are_written)
