@@ -71,8 +71,10 @@ def test_few_elements_are_moved_at_once(element: str, few: int, bits: int, turne
     accesses = re.findall(r"(?:ld|st)\.global\S*?(?:\.v(\d))?\.b(\d+)", compiled.asm["ptx"])
     assert {int(many or 1) * int(width) for many, width in accesses} == {bits}
     layouts = dict(re.findall(r"(#blocked\d*) = .*threadsPerWarp = \[([\d, ]+)\]", compiled.asm["ttgir"]))
-    places = re.findall(r"tt\.(?:load|store) .*, (#blocked\d*)>", compiled.asm["ttgir"])
-    assert len(places) == 2 and {layouts[place] for place in places} == {"32, 1, 1"}
+    places = re.findall(r"tt\.(?:load|store) .*tensor<(\d+)x.*, (#blocked\d*)>", compiled.asm["ttgir"])
+    columns_first, rows_first = ("64", "32, 1, 1"), ("32", "32, 1, 1")
+    expected = [rows_first if turned else columns_first, columns_first]
+    assert [(size, layouts[layout]) for size, layout in places] == expected, "the densest side, along which a warp goes"
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "fp64"])
