@@ -53,16 +53,16 @@ LONGER = 5
 
 def look_again(run: Run, platform: Platform, *, rounds: int, seconds: float) -> None:
     """Measures anew, for longer, what seems to be too slow: of hundreds of short looks, one errs by chance."""
-    places = {_what(row): place for place, row in enumerate(run.results)}
+    longer = {"rounds": LONGER * rounds, "seconds": LONGER * seconds}
+    places = {_identity(row): place for place, row in enumerate(run.results)}
     for point in too_slow(points(run.results)):
         spec, dtypes = catalog.operator(point.operator), (getattr(torch, point.dtype),)
-        longer = {"rounds": LONGER * rounds, "seconds": LONGER * seconds}
         found = sweep(spec, platform, (point.size,), kinds=(point.kind,), dtypes=dtypes, routed=True, **longer)
         for row in found:
-            run.results[places[_what(row)]] = dataclasses.replace(row, note="measured again, for longer")
+            run.results[places[_identity(row)]] = dataclasses.replace(row, note="measured again, for longer")
 
 
-def _what(row: Result) -> tuple[str, ...]:
+def _identity(row: Result) -> tuple[str, ...]:
     return row.case, row.shape, row.dtype, row.who
 
 

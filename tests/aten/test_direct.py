@@ -82,6 +82,18 @@ def test_numbers_arrive_as_the_schema_has_them() -> None:
     assert [type(value) for value in given[4:6]] == [float, bool]
 
 
+def test_a_tensor_for_a_number() -> None:
+    """PyTorch takes one without dimensions."""
+    from ops.dropout import dropout_aten
+    from ops.scaled_dot_product_attention import scaled_dot_product_attention_aten
+
+    query, half = torch.randn(1, 1, 4, 16, device=DEVICE), torch.tensor(0.5)
+    result = scaled_dot_product_attention_aten(query, query, query, scale=half)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, query, query, scale=0.5)
+    torch.testing.assert_close(result, expected)
+    assert set(dropout_aten(torch.ones(64, device=DEVICE), half, True).tolist()) == {0.0, 2.0}
+
+
 @pytest.mark.parametrize("padding", ["a", 1.5, None])
 def test_a_number_of_another_kind(padding: Any) -> None:
     """The kernel compares it with indices, and would find none equal."""

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import embedding
 
 from ops.embedding import SPEC
-from tests.aten.conftest import DEVICE, INTERPRETED, SIMULATED
+from tests.aten.conftest import DEVICE, INTERPRETED, SIMULATED, TRITON
 from twinkle.aten import Profile
 from twinkle.aten.registration import active
 
@@ -41,6 +41,20 @@ def forward_and_backward(options: dict) -> tuple[torch.Tensor, torch.Tensor]:
     result = embedding(ids(), weight, **options)
     result.backward(torch.arange(result.numel(), dtype=result.dtype).view(result.shape).to(DEVICE))
     return result.detach(), weight.grad
+
+
+@pytest.mark.skipif(not TRITON, reason="it takes Triton")
+@pytest.mark.parametrize(("width", "count"), [(1, 4101), (3, 4101), (4100, 5)])
+def test_fewer_programs_than_turns(width: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several short rows, or a part of a long one, in each of several turns."""
+    from ops.embedding.kernel import triton_level
+
+    monkeypatch.setattr(triton_level, "most_programs", lambda device: 2)
+    triton_level._program.cache_clear()
+    weight = torch.randn(7, width, device=DEVICE)
+    indices = torch.randint(7, (count,), device=DEVICE)
+    assert torch.equal(triton_level.embedding_triton(weight, indices), weight[indices])
+    triton_level._program.cache_clear()
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

@@ -124,7 +124,7 @@ def test_the_second_call_of_a_layout_is_started_at_once(name: str, kernels: dict
 LARGE: dict[str, Callable[[], Any]] = {
     "copy_tiles": lambda: strided.triton_copy(aligned(100, 100), aligned(100, 100).t()),
     "drop": lambda: dropout.dropout_triton(aligned(9000), 0.5, True),
-    "gather_rows": lambda: embedding.embedding_triton(aligned(6, 4), torch.tensor([1] * 9)),
+    "gather_rows": lambda: embedding.embedding_triton(aligned(6, 4096), torch.tensor([1] * 9)),
     "sum_rows": lambda: embedding_backward.embedding_dense_backward_triton(
         aligned(9, 4), torch.tensor([1] * 9), 6, -1, False
     ),

@@ -93,6 +93,22 @@ def test_wide_offsets_are_computed_right(monkeypatch: pytest.MonkeyPatch) -> Non
     strided._copying.cache_clear()
 
 
+@pytest.mark.skipif(not TRITON, reason="it takes Triton")
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.int64])
+@pytest.mark.parametrize("few", [2, 3, 4])
+@pytest.mark.parametrize("gap", [0, 1, 12])
+@pytest.mark.parametrize("side", [5, 33])
+def test_few_elements_that_lie_side_by_side(dtype: torch.dtype, few: int, gap: int, side: int) -> None:
+    """Transposed where there are enough; all strides are multiples of them, of some, or of none."""
+    width = few + gap
+    source = torch.arange(side * 40 * width, device=DEVICE).to(dtype).view(side, 40, width)[..., :few].transpose(0, 1)
+    memory = torch.full((40, side, width), 99, dtype=dtype, device=DEVICE)
+    expected = memory.clone()
+    expected[..., :few] = source
+    triton_copy(memory[..., :few], source)
+    assert torch.equal(memory, expected)
+
+
 def brute_force_overlap(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     addresses = [0]
     for size, stride in zip(sizes, strides, strict=True):

@@ -86,10 +86,10 @@ def test_drop(dtype: str, wide: bool, once: bool) -> None:
     assert loops(compile_for_gpu(programs.drop, signature, constants)) == (not once)
 
 
-@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("rows", [1, 8, 2048])
 @pytest.mark.parametrize("element", ["*u8", "*i16", "*i64"])
 def test_gather_rows(element: str, rows: int) -> None:
-    numbers = dict.fromkeys(("rows", "width", "row_stride", "column_stride", "total"), "i32")
+    numbers = dict.fromkeys(("entries", "width", "row_stride", "column_stride", "total"), "i32")
     signature = {"to": element, "weight": element, "indices": "*i64", **numbers}
     assert compile_for_gpu(gather_rows, signature, {"ROWS": rows, "COLUMNS": 2048 // rows}).asm["cubin"]
 

@@ -307,17 +307,16 @@ def test_what_is_slower_than_it_may_be():
     assert said.startswith("Of 1 calls 1 take more than 5% and 8 us longer") and "200.0" in said
 
 
-def test_what_seems_to_be_slower_is_measured_again():
+@pytest.mark.parametrize(("operator", "dtype"), [("contiguous", torch.bfloat16), ("type_as", torch.int64)])
+def test_what_seems_to_be_slower_is_measured_again(operator, dtype):
     platform = platform_of("cpu")
     run = Run("sweep", CPU, {}, {})
     settings = {"rounds": 3, "seconds": 0.01}
-    spec = catalog.operator("contiguous")
-    run.results += routes.sweep(
-        spec, platform, (2**10,), kinds=("gaps", "broadcast"), dtypes=[torch.bfloat16], routed=True, **settings
-    )
+    of = {"kinds": ("gaps", "broadcast"), "dtypes": [dtype], "routed": True}
+    run.results += routes.sweep(catalog.operator(operator), platform, (2**10,), **of, **settings)
     assert [(row.case, row.who) for row in run.results[2:]] == [
-        ("sweep/contiguous/broadcast", "native"),
-        ("sweep/contiguous/broadcast", "installed"),
+        (f"sweep/{operator}/broadcast", "native"),
+        (f"sweep/{operator}/broadcast", "installed"),
     ]
     for place, ms in ((1, 0.0), (3, 1e3)):
         run.results[place] = dataclasses.replace(run.results[place], ms={"p20": ms, "p50": ms, "p80": ms})

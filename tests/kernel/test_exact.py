@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from twinkle import presets
 from twinkle.kernel import verify
-from twinkle.kernel.exact import KeepFloat64, exact_copy, exact_inputs, exactly
+from twinkle.kernel.exact import KeepFloat64, by_pytorch_alone, exact_copy, exact_inputs, exactly
 from twinkle.kernel.verify import compare_models
 
 THIRD = torch.tensor([1 / 3, 2 / 3], dtype=torch.float64)
@@ -152,3 +154,52 @@ def test_so_does_the_command_that_looks_for_comparable_inputs(monkeypatch: pytes
     model = presets.build("qwen3_moe")
     assert next(command.comparable_inputs(model, model)).keys() == {"input_ids", "labels"}
     assert runs == {(torch.float32, False), (torch.float64, True)}
+
+
+MODELING = """
+import torch
+from torch import nn
+from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
+
+@use_kernel_func_from_hub_with_fallback("sqrt", "math")
+def root(x):
+    return torch.sqrt(x)
+
+class Root(nn.Module):
+    def forward(self, x):
+        return root(x=x)
+
+def _failing():
+    try:
+        raise ValueError
+    except ValueError as error:
+        def wrapped():
+            return error
+    return wrapped
+
+failing, scripted = _failing(), torch.jit.script(nn.Linear(1, 1))
+"""
+
+
+def modeling(name: str, code: str, **names: Any) -> ModuleType:
+    module = ModuleType(name)
+    vars(module).update(names)
+    exec(code, vars(module))
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_a_judge_goes_by_pytorch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a model's code is inherited from another file, and where its own is that of no module known."""
+    file = modeling("modeling_root", MODELING)
+    monkeypatch.setitem(sys.modules, "modeling_root", file)
+    elsewhere = modeling("not_in_sys_modules", "class Mine(Root):\n    pass", Root=file.Root)
+    model, x, before = elsewhere.Mine(), torch.tensor([4.0, 9.0]), dict(vars(file))
+    with pytest.raises(TypeError, match="math.sqrt"):
+        model(x)
+    with pytest.raises(KeyError), by_pytorch_alone(model):
+        with by_pytorch_alone(model):
+            assert model(x).tolist() == [2.0, 3.0]
+        assert model(x).tolist() == [2.0, 3.0]
+        raise KeyError
+    assert vars(file) == before

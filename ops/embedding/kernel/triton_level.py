@@ -14,8 +14,10 @@ from twinkle.aten.strided import INTEGERS
 
 from .programs import gather_rows
 
-LEAST_ELEMENTS, MOST_COLUMNS = 2048, 4096
-"""Of a program: it gathers several rows where they are short, and a part of one where they are long."""
+LEAST_ELEMENTS = 2048
+"""Of a program, which gathers several rows where they are shorter."""
+MOST_COLUMNS = 4096
+"""Of a program, which gathers a part of a row where it is longer."""
 
 
 def embedding_triton(
@@ -43,9 +45,9 @@ def _program(
     total: int,
 ) -> Callable[..., None]:
     """The launch for a table of that layout and so many indices, on that device."""
-    rows, width = shape
+    entries, width = shape
     columns = min(triton.next_power_of_2(width), MOST_COLUMNS)
-    together = max(1, LEAST_ELEMENTS // columns)
-    grid = min(math.ceil(total / together) * math.ceil(width / columns), most_programs(device))
-    numbers, views = (rows, width, *strides, total), (INTEGERS[dtype.itemsize],) * 2
-    return program(gather_rows, grid, *numbers, views=views, ROWS=together, COLUMNS=columns)
+    rows = max(1, LEAST_ELEMENTS // columns)
+    grid = min(math.ceil(total / rows) * math.ceil(width / columns), most_programs(device))
+    numbers, views = (entries, width, *strides, total), (INTEGERS[dtype.itemsize],) * 2
+    return program(gather_rows, grid, *numbers, views=views, ROWS=rows, COLUMNS=columns)

@@ -18,7 +18,7 @@ _WORDS = frozenset(
 
 
 _KINDS: dict[str, type] = {"bool": bool, "float": float}
-"""The kinds of numbers, by the schema's name, for which PyTorch takes others as well: 1.5 where it has a bool."""
+"""Kinds of numbers, by the schema's name, for which PyTorch takes others too: 1.5 for a bool, a tensor for a float."""
 
 
 class Arguments:
@@ -48,9 +48,12 @@ class Arguments:
         return values
 
     def of_declared_kinds(self, values: list[Any]) -> list[Any]:
-        """All arguments, where what isn't from the dispatcher may be a number of another kind than the schema has."""
+        """The same, numbers being of the kinds that the schema declares: 1.5 for a bool is True.
+
+        The dispatcher has seen to that; a direct call has not.
+        """
         for place, kind in self._numbers:
-            if type(values[place]) in NUMBERS:
+            if values[place] is not None:
                 values[place] = kind(values[place])
         return values
 

@@ -26,9 +26,9 @@ def call(spec: OperatorSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         if tensor is None and any(argument.name == "device" for argument in spec.overload._schema.arguments):
             kwargs = {**kwargs, "device": device}  # the kernel doesn't see what is the default just now
         served = _serving_on(spec, device.type)
-        if served is not None:
+        if served is not None and interference(at_autograd=True) is None:
             values = served.arguments.of_declared_kinds(served.arguments.bind(args, kwargs))
-            if interference(at_autograd=True) is None and served.refusal(values) is served.ungradable(values) is None:
+            if served.refusal(values) is served.ungradable(values) is None:
                 return served.run_with_gradient(values)
     return spec.native(*args, **kwargs)
 

@@ -60,9 +60,9 @@ def install(
             package is broken is in ``Installation.left_out`` and takes no other along. ``"auto"``: those of them whose
             kernel is faster than PyTorch's own, by more than the noise, on one of the calls in their ``benchmark.yaml``
             at least, and slower on none that it would serve in its mode. That is measured here and now, which takes
-            some seconds for each; nothing else should run meanwhile. One that PyTorch calls within others is none of
-            them: what most of its calls would lose is no call's of the list. The others are in
-            ``Installation.left_out`` too.
+            some seconds for each; nothing else should run meanwhile. An operator that
+            PyTorch calls within others, as it calls ``copy_`` in every ``to``, is left out: those calls would all take
+            longer, and the list times none of them. The others are in ``Installation.left_out`` too.
         platform: a platform's name or alias, or a device profile.
         modes: who serves the calls of an operator. ``"auto"``: its kernel, but PyTorch's own where that is faster, as
             the operator's routes say. ``"triton"``: its Triton kernel for every call that it can take. ``"native"``:

@@ -134,8 +134,8 @@ class OperatorSpec:
         by_design: why the operator is never registered; its kernel can be called, and is checked, all the same.
         caution: what goes wrong in the process while it is registered. It is logged as a WARNING at registration, and
             such an operator is not one of ``install("all")``.
-        called_within: the operators of PyTorch in which it is called as well, where those are called far more often:
-            each such call passes through a registration, few are worth a kernel. So ``install("auto")`` leaves it out.
+        called_within: within what PyTorch calls it as well, for people to read, where those calls are far more, and few
+            of them worth a kernel: ``install("auto")`` leaves it out.
         model: what the model of the framework level must be for it to call the operator: ``preset``, ``dtype``, and
             settings of its configuration.
 

@@ -141,8 +141,8 @@ def _copying(
     plan = plan_of(sizes, to_strides, source_strides, itemsize)
     together = _power_of_two(plan.few)
     height, width, warps = _tile(plan, min(itemsize, _WIDEST), together)
-    unit = plan.few if not any(stride % plan.few for of in plan[1:3] for stride in of) else 1
-    to_units, source_units = (tuple(stride // unit for stride in of) for of in plan[1:3])
+    unit = math.gcd(plan.few, *plan.to_strides, *plan.source_strides)
+    to_units, source_units = (tuple(stride // unit for stride in of) for of in (plan.to_strides, plan.source_strides))
     walked = plan.sizes, to_units, source_units
     (columns, rows), (to_column, to_row), (source_column, source_row) = (
         (of[0], 1 if plan.rows is None else of[plan.rows]) for of in walked

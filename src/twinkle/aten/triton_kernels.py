@@ -69,23 +69,25 @@ def copy_tiles(
             batch = batch // sizes[d]
             read += index * source_strides[d] * UNIT
             written += index * to_strides[d] * UNIT
-        inside = (row < rows)[:, None] & (column < columns)[None, :] & is_one
-        at = (row * source_row)[:, None] + (column * source_column)[None, :]
         if FEW == 1:
+            inside = (row < rows)[:, None] & (column < columns)[None, :] & is_one
+            at = (row * source_row)[:, None] + (column * source_column)[None, :]
             goes = (row * to_row)[:, None] + (column * to_column)[None, :]
             value = tl.load(read + at, mask=inside)
             tl.store(written + goes, value.to(to.dtype.element_ty), mask=inside)
         else:
             # Of places that lie apart the compiler can't tell along which side of a tile they are nearest: it takes
             # the first, so that is where the densest must be.
-            turned = (column < columns)[:, None] & (row < rows)[None, :] & is_one
+            inside = (column < columns)[:, None] & (row < rows)[None, :] & is_one
             goes = (column * to_column)[:, None] + (row * to_row)[None, :]
-            to_all, are_written = _elements(goes, turned, FEW, TOGETHER, UNIT)
+            to_all, are_written = _elements(goes, inside, FEW, TOGETHER, UNIT)
             if TURNED:
-                from_all, are_read = _elements(at, inside, FEW, TOGETHER, UNIT)
+                rows_first = (row < rows)[:, None] & (column < columns)[None, :] & is_one
+                at = (row * source_row)[:, None] + (column * source_column)[None, :]
+                from_all, are_read = _elements(at, rows_first, FEW, TOGETHER, UNIT)
                 value = tl.permute(tl.load(read + from_all, mask=are_read), (1, 0, 2))
             else:
                 at = (column * source_column)[:, None] + (row * source_row)[None, :]
-                from_all, are_read = _elements(at, turned, FEW, TOGETHER, UNIT)
+                from_all, are_read = _elements(at, inside, FEW, TOGETHER, UNIT)
                 value = tl.load(read + from_all, mask=are_read)
             tl.store(written + to_all, value.to(to.dtype.element_ty), mask=are_written)

@@ -72,7 +72,7 @@ def sweep(
                     values = sample(max(1, size // dtype.itemsize), device, dtype)
                     # The smallest of some kinds are of another, or larger than that.
                     if spec.work.kind(*values) == kind and spec.work.size(*values) <= 2 * size:
-                        yield from _rows(spec, platform, kind, size, values, routed, rounds, seconds)
+                        yield from _rows(spec, platform, kind, dtype, size, values, routed, rounds, seconds)
                 except torch.OutOfMemoryError:
                     break
 
@@ -89,6 +89,7 @@ def _rows(
     spec: OperatorSpec,
     platform: Platform,
     kind: str,
+    dtype: torch.dtype,
     size: int,
     values: Any,
     routed: bool,
@@ -96,7 +97,7 @@ def _rows(
     seconds: float,
 ) -> Iterator[Result]:
     ours = INSTALLED if routed else best_level(spec, platform)
-    dtype = dtype_name(values[0].dtype)
+    computed = dtype_name(dtype)
     case = f"{'sweep' if routed else 'routes'}/{spec.name}/{kind}"
     call: Call = Arguments(spec.overload).call(functools.partial(functools.partial, spec.overload), list(values))
 
@@ -108,12 +109,12 @@ def _rows(
         call()
     if registration.counts.kernel != 1 and not routed:
         note = f"native serves it: {', '.join(registration.counts.fallbacks)}"
-        yield Result(case, ours, str(size), dtype, note=note)
+        yield Result(case, ours, str(size), computed, note=note)
         return
     device = torch.device(platform.device_type)
     calls, within = {NATIVE: call, ours: call}, {ours: registered}
     for who, times in timed_both(calls, device, rounds=rounds, seconds=seconds, within=within).items():
-        yield Result(case, who, str(size), dtype, **measured(*times))
+        yield Result(case, who, str(size), computed, **measured(*times))
 
 
 ALLOWED_US, ALLOWED = 8.0, 1.05

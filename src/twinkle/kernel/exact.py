@@ -14,7 +14,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from twinkle.kernel.journal import lock
-from twinkle.kernel.reclass import peel
 
 _WIDE = {
     **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64),
@@ -84,14 +83,17 @@ def exactly(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def by_pytorch_alone(model: nn.Module) -> Iterator[None]:
-    """Within it, and for all threads, transformers' functions in the model's modeling files are what it wrote itself.
+    """Within it, and for all threads, transformers' functions are what it wrote itself.
+
+    In the files of the model's classes, that is, and of those that they inherit from.
 
     Where flash-linear-attention, causal-conv1d or mamba-ssm are installed it calls their kernels instead, which know no
     fp64 and no transforms.
     """
-    homes = {peel(type(module)).__module__: None for module in model.modules()}
+    names = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
+    homes = [sys.modules[name] for name in names if name in sys.modules]
     with lock, contextlib.ExitStack() as restored:
-        for home in (sys.modules[name] for name in homes):
+        for home in homes:
             for name, value in list(vars(home).items()):
                 own = _written_in_pytorch(value)
                 if own is not None:
@@ -103,19 +105,16 @@ def by_pytorch_alone(model: nn.Module) -> Iterator[None]:
 def _written_in_pytorch(value: Any) -> Callable[..., Any] | None:
     """Of what transformers' ``use_kernel_func_from_hub_with_fallback`` made of a function: the function."""
     if isinstance(value, nn.Module):  # that is what the package kernels makes of it
-        value = _closed_over(type(value).forward).get("func")
-    own = _closed_over(value).get("torch_function")
+        value = _closed_over(getattr(type(value), "forward", None), "func")
+    own = _closed_over(value, "torch_function")
     if own is None:
         return None
-    parameters = inspect.signature(own).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return own  # type: ignore[no-any-return]
-    known = {parameter.name for parameter in parameters}
-    return lambda *args, **kwargs: own(*args, **{name: kwargs[name] for name in kwargs if name in known})
+    known = inspect.signature(own).parameters
+    return lambda *args, **kwargs: own(*args, **{name: given for name, given in kwargs.items() if name in known})
 
 
-def _closed_over(function: Any) -> dict[str, Any]:
-    """A function's variables of the functions around it, by name."""
-    if not inspect.isfunction(function) or function.__closure__ is None:
-        return {}
-    return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__), strict=True))
+def _closed_over(function: Any, name: str) -> Any:
+    """A function's variable of a function around it; None where it has none of that name."""
+    if not inspect.isfunction(function) or function.__closure__ is None or name not in function.__code__.co_freevars:
+        return None
+    return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
