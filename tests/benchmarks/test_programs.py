@@ -16,10 +16,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from benchmarks import aten, aten_model, host, kernelize, ops, step, sweep, trace, training
+from benchmarks import host, kernelize, ops, step, trace, training
 from tests.support.results import check_schema
-from twinkle.aten import catalog
-from twinkle.bench import clocks, routes
+from twinkle.bench import clocks
 from twinkle.bench import ops as measuring
 from twinkle.bench.cases import CASES, LARGE, OPS, SMALL, Nothing, all_items, host_items, traffic_mb
 from twinkle.bench.results import Result, Run, read
@@ -27,7 +26,6 @@ from twinkle.kernel import DEFAULT_KERNEL_CONFIG, registry
 from twinkle.kernel.ops.torch_support import FASTER
 from twinkle.kernel.registry import KernelImpl, register_backend
 from twinkle.kernel.testing import with_backends
-from twinkle.platforms import platform_of
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -106,19 +104,6 @@ def test_host_measures_the_floors_too_but_judges_them_by_nothing(tmp_path):
     assert {r.case.split("/")[0] for r in measured} == {"rms_norm", "swiglu", "rotary"}
     assert all(r.host_us and r.dtype == "bfloat16" for r in measured)
     assert not any(r.chosen for r in measured if r.who in floors)
-
-
-def test_aten_quick(tmp_path, capsys):
-    path = tmp_path / "aten.json"
-    run = aten.main([*QUICK, "--op", "clone", "--op", "copy_", "--json", str(path)])
-    check_schema(json.loads(path.read_text()))
-    rows = {(r.case, r.dtype): r for r in read(path).results if r.who == "torch"}
-    assert rows["aten/clone/transposed", "float32"].ms and rows["aten/clone/transposed", "float32"].shape == "33x50"
-    assert rows["aten/copy_/from float32", "bfloat16"].note == "native serves it: cast"
-    assert {r.who for r in run.results if r.ms} == {"native", "torch", "torch, direct"}
-    assert {r.note for r in run.results if r.who == "flag_gems"} == {"the package flag_gems is not installed"}
-    printed = capsys.readouterr().out
-    assert "clone/transposed" in printed and "faster than native by more than the noise: " in printed
 
 
 class Events:
@@ -278,61 +263,6 @@ def test_a_curve_that_leaves_the_spread_is_told():
         False,
         True,
     ]
-
-
-# --- installed operators ----------------------------------------------------------------------------------------------
-
-
-def test_the_sweep_of_installed_operators_quick(tmp_path, capsys):
-    path = tmp_path / "sweep.json"
-    run = sweep.main([*QUICK, "--op", "contiguous", "--json", str(path)])
-    check_schema(json.loads(path.read_text()))
-    kinds = {row.case.split("/")[2] for row in run.results}
-    assert kinds == set(catalog.operator("contiguous").work.samples) and {row.who for row in run.results} == {
-        "native",
-        "installed",
-    }
-    assert {row.dtype for row in run.results} == {str(dtype).removeprefix("torch.") for dtype in sweep.DTYPES}
-    assert f"Of {len(run.results) // 2} calls" in capsys.readouterr().out
-
-
-def test_what_is_slower_than_it_may_be():
-    point = routes.Point("clone", "gaps", "bfloat16", 64, 100.0, 113.0)
-    assert not point.slower and point._replace(installed_us=113.1).slower
-    run = Run("sweep", CPU, {}, {})
-    for who, ms in (("native", 0.1), ("installed", 0.2)):
-        run.results.append(Result("sweep/clone/gaps", who, "64", "bfloat16", ms={"p20": ms, "p50": ms, "p80": ms}))
-    assert routes.points(run.results) == [point._replace(installed_us=200.0)]
-    said = sweep.report(run)
-    assert said.startswith("Of 1 calls 1 take more than 5% and 8 us longer") and "200.0" in said
-
-
-@pytest.mark.parametrize(("operator", "dtype"), [("contiguous", torch.bfloat16), ("type_as", torch.int64)])
-def test_what_seems_to_be_slower_is_measured_again(operator, dtype):
-    platform = platform_of("cpu")
-    run = Run("sweep", CPU, {}, {})
-    settings = {"rounds": 3, "seconds": 0.01}
-    of = {"kinds": ("gaps", "broadcast"), "dtypes": [dtype], "routed": True}
-    run.results += routes.sweep(catalog.operator(operator), platform, (2**10,), **of, **settings)
-    assert [(row.case, row.who) for row in run.results[2:]] == [
-        (f"sweep/{operator}/broadcast", "native"),
-        (f"sweep/{operator}/broadcast", "installed"),
-    ]
-    for place, ms in ((1, 0.0), (3, 1e3)):
-        run.results[place] = dataclasses.replace(run.results[place], ms={"p20": ms, "p50": ms, "p80": ms})
-    sweep.look_again(run, platform, **settings)
-    assert [bool(row.note) for row in run.results] == [False, False, True, True]
-    assert run.results[3].ms["p80"] < 1e3 and run.results[3].samples == sweep.LONGER * 3
-
-
-def test_a_model_with_installed_operators_quick(tmp_path):
-    path = tmp_path / "aten_model.json"
-    run = aten_model.main([*QUICK, "--steps", "2", "--generations", "2", "--json", str(path)])
-    check_schema(json.loads(path.read_text()))
-    rows = {(row.case, row.who): row for row in run.results}
-    assert len(rows) == 6 and not rows["aten_model/train", "native"].note
-    assert "embedding 1 (1 by its kernel)" in rows["aten_model/train", "all"].note
-    assert "embedding 4 (4 by its kernel)" in rows["aten_model/generate", "all"].note
 
 
 # --- step -------------------------------------------------------------------------------------------------------------
