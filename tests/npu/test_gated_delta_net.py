@@ -12,8 +12,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from tests.kernel.test_gated_delta_net import inputs, linear_model, package, second_document  # noqa: F401
-from tests.support.linear_attention import write_package
+from tests.kernel.test_flash_linear_attention import package  # noqa: F401
+from tests.support.linear_attention import inputs, linear_model, second_document, write_package
 from twinkle import presets
 from twinkle.kernel import KernelChoice, kernelize
 from twinkle.kernel.ops.fla import library, npu, reference

@@ -1,8 +1,16 @@
-"""A stand-in for flash-linear-attention: its functions' parameters, by PyTorch, or failing as without a GPU."""
+"""What tests of gated delta-nets share: inputs, a model, and a stand-in for flash-linear-attention.
+
+Its functions have the library's parameters and are by PyTorch, or fail as the library's do without a GPU, or in fp64.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import torch
+
+from twinkle import presets
 
 RULES = """
 import torch
@@ -52,3 +60,34 @@ def write_package(folder: Path, body: str = "pass", convolutions: str = "causal_
     (folder / "fla" / "ops" / "gated_delta_rule.py").write_text(RULES.format(body=body))
     (folder / "fla" / "modules" / f"{convolutions}.py").write_text(CONVOLUTION.format(body=body))
     return folder
+
+
+def inputs(length: int, batch: int = 1, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.Tensor]:
+    """Query, key, value, g, beta."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(batch, length, 3, 16)] * 2 + [(batch, length, 3, 8)] + [(batch, length, 3)] * 2
+    query, key, value, g, beta = (torch.randn(shape, generator=generator) for shape in shapes)
+    return [tensor.to(dtype) for tensor in (query, key, value, -g.abs(), beta.sigmoid())]
+
+
+def with_gradients(function: Any, tensors: list[torch.Tensor], *rest: Any, **options: Any) -> list[torch.Tensor]:
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+    out, state = function(*leaves, *rest, **options)
+    loss = (out * torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(out)).sum()
+    loss = loss + (0 if state is None else state.square().sum())
+    return [out.detach(), *([] if state is None else [state.detach()]), *torch.autograd.grad(loss, leaves)]
+
+
+def linear_model() -> Any:
+    """No attention layers, in which documents are kept apart by masks."""
+    return presets.build("qwen3_next", layer_types=["linear_attention"] * 2)
+
+
+def second_document(model: Any, first: torch.Tensor) -> torch.Tensor:
+    """The hidden states of a document of eight tokens behind another one."""
+    device = next(model.parameters()).device
+    ids = torch.cat((first, torch.arange(10, 18)))[None].to(device)
+    bounds = torch.tensor([0, len(first), ids.shape[1]], dtype=torch.int32, device=device)
+    positions = torch.cat((torch.arange(len(first)), torch.arange(8)))[None].to(device)
+    options = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "position_ids": positions, "use_cache": False}
+    return model.model(input_ids=ids, **options).last_hidden_state[0, len(first) :]
