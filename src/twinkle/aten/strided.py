@@ -29,8 +29,8 @@ TRANSPOSING = {
     16: ((32, 32, 4), (32, 32, 4)),
 }
 """Bytes at a place -> a tile's rows, along which the source is dense, its columns, along which the destination is, and
-warps: where each of them begins at a multiple of 16 bytes, and where not. As measured on an H200;
-``python -m benchmarks.tune_copies`` measures."""
+warps: where each of them begins at a multiple of 16 bytes, and where not. As measured on an H200 by
+``python -m benchmarks.tune_copies``, all but those of 16 bytes."""
 LEAST = 16
 """Of fewer neighbours no tile is made."""
 MOST_FEW = 4
