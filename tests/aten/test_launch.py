@@ -93,6 +93,10 @@ CALLS: dict[str, tuple[str, Callable[[], Any]]] = {
     "a cast": ("copy_tiles", lambda: strided.triton_copy(aligned(6, 5), aligned(6, 5, dtype=torch.bfloat16))),
     "of pairs": ("copy_tiles", lambda: strided.triton_copy(*(aligned(4, dtype=torch.complex128) for _ in "ab"))),
     "a transposition": ("copy_tiles", lambda: strided.triton_copy(aligned(48, 32), aligned(32, 48).t())),
+    "of narrow elements": (
+        "copy_tiles",
+        lambda: strided.triton_copy(aligned(41, 33, dtype=torch.uint8), aligned(33, 41, dtype=torch.uint8).t()),
+    ),
     "dropout": ("drop", lambda: dropout.dropout_triton(aligned(6, 5), 0.5, True)),
     "embedding": ("gather_rows", lambda: embedding.embedding_triton(aligned(6, 4), torch.tensor([[1, 2]]))),
     "of embedding": (

@@ -84,6 +84,7 @@ def test_wide_offsets_are_computed_right(monkeypatch: pytest.MonkeyPatch) -> Non
         torch.randn(90, 500)[:, :400],
         torch.randn(700, 300).t(),
         torch.randn(3, 150, 140).permute(0, 2, 1),
+        torch.randn(3, 151, 141).bfloat16().permute(0, 2, 1),
         torch.randn(150, 140, 2).transpose(0, 1),
         torch.randn(70, 90, dtype=torch.complex128).t(),
     ):
@@ -107,6 +108,31 @@ def test_few_elements_that_lie_side_by_side(dtype: torch.dtype, few: int, gap: i
     expected[..., :few] = source
     triton_copy(memory[..., :few], source)
     assert torch.equal(memory, expected)
+
+
+@pytest.mark.skipif(not TRITON, reason="it takes Triton")
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_narrow_elements_that_are_transposed_from_anywhere_to_anywhere(data: st.DataObject) -> None:
+    """Rows and columns begin where no word does, and lie apart: words are whole, what lies between stays."""
+    dtype = data.draw(st.sampled_from([torch.bool, torch.uint8, torch.bfloat16]))
+    side, step = st.integers(16, 150), st.integers(0, 5)
+    batches, rows, columns = data.draw(st.integers(1, 3)), data.draw(side), data.draw(side)
+    source = a_piece_of_memory((batches, columns, rows), data.draw(step), data.draw(step), dtype).transpose(1, 2)
+    begin, gap = data.draw(step), data.draw(step)
+    to = a_piece_of_memory((batches, rows, columns), begin, gap, dtype)
+    expected = a_piece_of_memory((batches, rows, columns), begin, gap, dtype)
+    expected.copy_(source)
+    triton_copy(to, source)
+    assert torch.equal(memory_of(to), memory_of(expected))
+
+
+def a_piece_of_memory(shape: tuple[int, int, int], begin: int, gap: int, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers of one kind in rows with such gaps, the first of which begins so many elements on."""
+    batches, rows, columns = shape
+    width = columns + gap
+    whole = torch.arange(begin + batches * rows * width, device=DEVICE).remainder_(251).to(dtype)
+    return whole[begin:].view(batches, rows, width)[..., :columns]
 
 
 def brute_force_overlap(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:

@@ -55,7 +55,7 @@ def tile(integer: str) -> dict[str, str]:
 
 
 def copying(**constants: Any) -> dict[str, Any]:
-    usual = {"RANK": 0, "FEW": 1, "TOGETHER": 1, "UNIT": 1, "TURNED": False, "WIDE": False, "ONCE": True}
+    usual = {"RANK": 0, "FEW": 1, "TOGETHER": 1, "UNIT": 1, "TURNED": False, "PACK": 1, "WIDE": False, "ONCE": True}
     return {**usual, "ROWS": 32, "COLUMNS": 64, **constants}
 
 
@@ -75,6 +75,25 @@ def test_few_elements_are_moved_at_once(element: str, few: int, bits: int, turne
     columns_first, rows_first = ("64", "32, 1, 1"), ("32", "32, 1, 1")
     expected = [rows_first if turned else columns_first, columns_first]
     assert [(size, layouts[layout]) for size, layout in places] == expected, "the densest side, along which a warp goes"
+
+
+@pytest.mark.parametrize(("element", "bits"), [("*u8", 8), ("*i16", 16)])
+@WIDE
+@ONCE
+def test_narrow_elements_are_written_as_words(element: str, bits: int, wide: bool, once: bool) -> None:
+    """They are read one by one, a warp's along the source; whole words are written, a warp's along the destination."""
+    signature = {"to": element, "source": element, **tile("i64" if wide else "i32"), **dict.fromkeys(LAYOUTS, ())}
+    constants = copying(TURNED=True, PACK=4, WIDE=wide, ONCE=once, ROWS=128, COLUMNS=128)
+    compiled = compile_for_gpu(triton_kernels.copy_tiles, signature, constants)
+    assert loops(compiled) == (not once)
+    assert set(re.findall(r"ld\.global\S*?\.b(\d+)", compiled.asm["ptx"])) == {str(bits)}
+    assert set(re.findall(r"st\.global\S*?\.b(\d+)", compiled.asm["ptx"])) == {str(bits), str(4 * bits)}
+    layouts = dict(re.findall(r"(#blocked\d*) = .*threadsPerWarp = \[([\d, ]+)\]", compiled.asm["ttgir"]))
+    places = re.findall(r"tt\.(?:load|store) .*tensor<([\dx]+)x!.*, (#blocked\d*)>", compiled.asm["ttgir"])
+    assert [(size, layouts[layout]) for size, layout in places[:2]] == [
+        ("32x4x32x4", "32, 1, 1, 1"),
+        ("32x4x32", "1, 1, 32"),
+    ]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "fp64"])

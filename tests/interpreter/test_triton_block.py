@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.models import clean_process  # noqa: F401
-from tests.support.triton_device import DEVICE, DTYPES, assert_judged, by_device, examples, laid_out, second_derivatives
+from tests.support.triton_device import (
+    DEVICE,
+    DTYPES,
+    assert_judged,
+    by_device,
+    examples,
+    laid_out,
+    needs_gradients,
+    second_derivatives,
+)
 from twinkle import presets
 from twinkle.commands.comparison import judge
 from twinkle.kernel import KernelChoice, kernelize
@@ -82,6 +91,7 @@ def test_what_the_program_cant_take_goes_pytorchs_way(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_familys_block(family: str, dtype: torch.dtype) -> None:
     """Verified one by one, and in the model: outputs and the gradient of every parameter."""
+    needs_gradients(family)
     original = presets.build(family, dtype=dtype).to(DEVICE)
     mapping = {f"{type(original).__module__}.{BLOCKS[family]}.forward": KernelChoice("moe_block", ("triton",))}
     model = kernelize(copy.deepcopy(original), mapping, verify=True, strict=True)

@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.models import clean_process  # noqa: F401
-from tests.support.triton_device import DEVICE, DTYPES, assert_judged, by_device, examples, second_derivatives
+from tests.support.triton_device import (
+    DEVICE,
+    DTYPES,
+    assert_judged,
+    by_device,
+    examples,
+    needs_gradients,
+    second_derivatives,
+)
 from twinkle import presets
 from twinkle.commands.comparison import judge
 from twinkle.kernel import KernelChoice, kernelize
@@ -129,6 +137,7 @@ def router_of(model: Any) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_familys_router(family: str, dtype: torch.dtype) -> None:
     """Verified one by one, and in the model: outputs and the gradient of every parameter."""
+    needs_gradients(family)
     original = presets.build(family, dtype=dtype).to(DEVICE)
     model = installed(copy.deepcopy(original))
     used = judge(original, model)

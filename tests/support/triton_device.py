@@ -7,6 +7,7 @@ ones. TRITON_TEST_EXAMPLES sets how many examples a property test draws, over it
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
+from twinkle.kernel.ops.fla.library import wrong_gradient
 from twinkle.kernel.ops.fused_norms import add_triton, qk_triton
 from twinkle.kernel.ops.glu import triton as glu
 from twinkle.kernel.ops.rms_norm import triton as rms_norm
@@ -36,6 +38,17 @@ T = TypeVar("T")
 
 def by_device(cpu: T, gpu: T) -> T:
     return gpu if ON_GPU else cpu
+
+
+DELTA_NETS = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_moe"})
+
+
+def needs_gradients(family: str) -> None:
+    """Skips a test where flash-linear-attention, which transformers calls if it is there, refuses a family's."""
+    if family in DELTA_NETS and ON_GPU and importlib.util.find_spec("fla"):
+        reason = wrong_gradient(torch.device(DEVICE))
+        if reason is not None:
+            pytest.skip(reason)
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

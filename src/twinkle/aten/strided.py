@@ -22,15 +22,20 @@ CASTS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 AREA = 2048
 """Elements of a tile whose rows are dense in both tensors."""
 TRANSPOSING = {
-    1: ((256, 128, 16), (64, 64, 2)),
-    2: ((128, 128, 8), (64, 128, 8)),
+    1: ((256, 128, 16), (128, 64, 4)),
+    2: ((128, 128, 8), (128, 128, 8)),
     4: ((64, 64, 8), (32, 128, 16)),
-    8: ((64, 64, 8), (64, 64, 4)),
-    16: ((32, 32, 4), (32, 32, 4)),
+    8: ((64, 64, 8), (64, 64, 8)),
+    16: ((32, 32, 4), (32, 128, 2)),
 }
 """Bytes at a place -> a tile's rows, along which the source is dense, its columns, along which the destination is, and
 warps: where each of them begins at a multiple of 16 bytes, and where not. As measured on an H200 by
-``python -m benchmarks.tune_copies``, all but those of 16 bytes."""
+``python -m benchmarks.tune_copies``."""
+PACK = 4
+"""So many elements of one or two bytes are written at once by the tiles of the second kind: a warp that writes them one
+by one touches as many sectors of memory for a quarter of the bytes."""
+PACKING = ("cuda", "cpu")
+"""The types of devices where they are, the latter Triton's interpreter; not tried on others."""
 LEAST = 16
 """Of fewer neighbours no tile is made."""
 MOST_FEW = 4
@@ -141,6 +146,7 @@ def _copying(
     plan = plan_of(sizes, to_strides, source_strides, itemsize)
     together = _power_of_two(plan.few)
     height, width, warps = _tile(plan, min(itemsize, _WIDEST), together)
+    packs = bool(views) and device.type in PACKING and _may_pack(plan, itemsize)
     unit = math.gcd(plan.few, *plan.to_strides, *plan.source_strides)
     to_units, source_units = (tuple(stride // unit for stride in of) for of in (plan.to_strides, plan.source_strides))
     walked = plan.sizes, to_units, source_units
@@ -149,13 +155,15 @@ def _copying(
     )
     batch = [tuple(of[d] for d in range(1, len(plan.sizes)) if d != plan.rows) for of in walked]
     batches, most = math.prod(batch[0]), most_programs(device)
-    turns = math.ceil(rows / height) * math.ceil(columns / width) * batches
+    pack = PACK if packs else 1
+    turns = math.ceil(rows / height) * math.ceil((columns + pack - 1) / width) * batches
     constants = {
         "RANK": len(batch[0]),
         "FEW": plan.few,
         "TOGETHER": together,
         "UNIT": unit,
         "TURNED": plan.transposing,
+        "PACK": pack,
         "WIDE": plan.wide,
         "ONCE": turns <= most,
         "ROWS": height,
@@ -173,15 +181,25 @@ def _tile(plan: Plan, itemsize: int, together: int) -> tuple[int, int, int]:
         area = AREA // together
         width = min(columns, area // min(rows, 2))
         return min(rows, area // width), width, WARPS
-    assert plan.rows is not None
-    ends = plan.to_strides[plan.rows] * itemsize, plan.source_strides[0] * itemsize
     at_a_place = min(itemsize * together, max(TRANSPOSING))
-    height, width, warps = TRANSPOSING[at_a_place][any(end % 16 for end in ends)]
+    height, width, warps = TRANSPOSING[at_a_place][_is_ragged(plan, itemsize)]
     area = height * width
     # A side that is shorter than a tile's leaves more to the other.
     height = min(height, rows)
     width = min(area // height, columns)
     return min(area // width, rows), width, warps
+
+
+def _may_pack(plan: Plan, itemsize: int) -> bool:
+    """Whether several elements of a copy that only moves bits may be written at once."""
+    lie_together = plan.transposing and plan.few == 1 and plan.to_strides[0] == 1
+    return lie_together and itemsize <= 2 and _is_ragged(plan, itemsize)
+
+
+def _is_ragged(plan: Plan, itemsize: int) -> bool:
+    """Whether a tile's rows or columns may begin within 16 bytes of a transposing plan's tensors."""
+    assert plan.rows is not None
+    return any(stride * itemsize % 16 for stride in (plan.to_strides[plan.rows], plan.source_strides[0]))
 
 
 def _power_of_two(size: int) -> int:
