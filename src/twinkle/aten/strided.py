@@ -22,8 +22,8 @@ CASTS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 AREA = 2048
 """Elements of a tile whose rows are dense in both tensors."""
 TRANSPOSING = {
-    1: ((256, 128, 16), (128, 64, 4)),
-    2: ((128, 128, 8), (128, 128, 8)),
+    1: ((256, 128, 16), (256, 64, 8)),
+    2: ((128, 128, 8), (128, 128, 16)),
     4: ((64, 64, 8), (32, 128, 16)),
     8: ((64, 64, 8), (64, 64, 8)),
     16: ((32, 32, 4), (32, 128, 2)),
