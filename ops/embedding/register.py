@@ -45,7 +45,7 @@ Triton moves several elements at a time only where they lie side by side and eac
 
 
 def _size(weight, indices, *_):
-    return indices.numel() * weight.size(1) * weight.itemsize
+    return indices.numel() * weight.shape[1] * weight.itemsize
 
 
 def _kind(weight, *_):

@@ -102,9 +102,10 @@ def test_what_seems_to_be_slower_is_measured_again(operator, dtype):
 
 def test_a_model_with_installed_operators_quick(tmp_path):
     path = tmp_path / "aten_model.json"
-    run = aten_model.main([*QUICK, "--steps", "2", "--generations", "2", "--json", str(path)])
+    run = aten_model.main([*QUICK, "--steps", "2", "--generations", "4", "--json", str(path)])
     check_schema(json.loads(path.read_text()))
     rows = {(row.case, row.who): row for row in run.results}
     assert len(rows) == 6 and not rows["aten_model/train", "native"].note
     assert "embedding 1 (1 by its kernel)" in rows["aten_model/train", "all"].note
     assert "embedding 4 (4 by its kernel)" in rows["aten_model/generate", "all"].note
+    assert [rows["aten_model/generate", who].samples for who in ("native", "auto", "all")] == [4, 4, 3]

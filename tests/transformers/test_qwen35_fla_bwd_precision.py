@@ -2,11 +2,10 @@
 
 It needs an NVIDIA GPU or an Ascend NPU and the library; elsewhere it is collected and not run:
 
-    export TWINKLE_PRECISION_JSON=benchmarks/results/cuda/qwen35_fla_precision.json
+    export TWINKLE_PRECISION_JSON=tests/transformers/results/qwen35_fla_precision_cuda.json
     python -m pytest tests/transformers/test_qwen35_fla_bwd_precision.py
 
-The file that it writes then has the differences. Those that are committed are judged here on any machine; as long as
-there are none, that is a test that is skipped.
+The file that it writes then has the differences. Those that are committed are judged here on any machine.
 """
 
 from __future__ import annotations
@@ -52,7 +51,8 @@ PACKAGES = ("torch", "transformers", "triton", "flash-linear-attention")
 MODELS = {"qwen3_5": "dense", "qwen3_5_moe": "MoE"}
 LENGTHS, SEEDS = (64, 256), (0, 1)
 
-COMMITTED = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*/qwen35_fla_precision.json"))
+COMMITTED = sorted((Path(__file__).parent / "results").glob("qwen35_fla_precision_*.json"))
+PAGES = [Path(__file__).parents[2] / "docs" / language / "ops.md" for language in ("en", "zh")]
 
 
 class Routing:
@@ -156,9 +156,18 @@ def problems(rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
 def test_committed_results_are_whole_and_within_the_limits(path: Path) -> None:
     assert problems(json.loads(path.read_text())) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.parent.name)
+def test_the_documentation_says_what_was_found(page: Path) -> None:
+    """The largest differences of the H200's steps."""
+    rows = json.loads((Path(__file__).parent / "results" / "qwen35_fla_precision_cuda.json").read_text())
+    text = page.read_text(encoding="utf-8")
+    for name in LIMITS:
+        assert f"{max(row['fla to torch'][name] for row in rows):.2g}" in text, name
 
 
 def test_a_result_that_lacks_something_or_is_beyond_a_limit() -> None:

@@ -6,8 +6,7 @@ architecture was ever measured, nothing is known: there a kernel serves whatever
 a platform that was measured, PyTorch's own kernel serves everything, which is never a loss.
 
 Those of ``sm_90`` were measured on an H200, in bfloat16 and, of wide elements, int64, from 1 MB to 1 GB
-(``benchmarks/results/cuda/routes.json``). A kind of call that is not among an operator's there was never measured. Few
-elements together were measured when the program still moved them one by one.
+(``benchmarks/results/cuda/routes.json``). A kind of call that is not among an operator's there was never measured.
 """
 
 from __future__ import annotations

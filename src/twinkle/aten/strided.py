@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 import torch
 
-from twinkle.aten.launch import WARPS, most_programs, program
+from twinkle.aten.launch import most_programs, program
 from twinkle.aten.layouts import span
 
 CASTS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 """Among these :func:`triton_copy` converts."""
 
-AREA = 2048
-"""Elements of a tile whose rows are dense in both tensors."""
+AREA, AREA_WARPS = 2048, 4
+"""Elements of a tile whose rows are dense in both tensors, and warps for one."""
 TRANSPOSING = {
     1: ((256, 128, 16), (256, 64, 8)),
     2: ((128, 128, 8), (128, 128, 16)),
@@ -180,7 +180,7 @@ def _tile(plan: Plan, itemsize: int, together: int) -> tuple[int, int, int]:
         # Two rows at least, where there are: of an element that a row repeats, one row at a time is slower.
         area = AREA // together
         width = min(columns, area // min(rows, 2))
-        return min(rows, area // width), width, WARPS
+        return min(rows, area // width), width, AREA_WARPS
     at_a_place = min(itemsize * together, max(TRANSPOSING))
     height, width, warps = TRANSPOSING[at_a_place][_is_ragged(plan, itemsize)]
     area = height * width
