@@ -27,15 +27,15 @@ NATIVE = "native"
 TOKENS = 128
 """Of the prompt and of a greedy generation each."""
 ROUNDS_OF_ALL = 3
-"""What all operators cost is no matter of a percent; it takes the longest."""
+"""So often at most is ``install("all")`` timed: what it costs isn't a matter of a percent, and it takes the longest."""
 
 
 def main(argv: list[str] | None = None) -> Run:
     """Runs the program; returns what it measured."""
     parser = arguments("aten_model", "Times a whole model with and without installed ATen operators.")
     device_option(parser)
-    parser.add_argument("--steps", type=int, default=9, help="training steps of each (default: 9)")
-    parser.add_argument("--generations", type=int, default=9, help="of each (default: 9)")
+    parser.add_argument("--steps", type=int, default=9, help="training steps, of all operators at most 3 (default: 9)")
+    parser.add_argument("--generations", type=int, default=9, help="the same (default: 9)")
     options = parser.parse_args(argv)
     device = start(options)
     platform = platform_here(parser, device)

@@ -1,4 +1,4 @@
-"""Finds the tiles of transposing copies on this machine's GPU, for ``twinkle.aten.strided.TRANSPOSING``.
+"""Finds the tiles of transposing copies on this GPU: ``TRANSPOSING`` and ``PACKED`` of ``twinkle.aten.strided``.
 
     python -m benchmarks.tune_copies --json FILE [--itemsize 1] [--budget SECONDS]
 
@@ -59,6 +59,8 @@ def tiles() -> Iterator[tuple[int, int, int]]:
 def copying(case: Case, tile: tuple[int, int, int], bytes_: int) -> Callable[[], torch.Tensor]:
     """A copy of the case by such tiles."""
     strided.TRANSPOSING[case.itemsize] = (tile, tile)
+    if case.itemsize in strided.PACKED:
+        strided.PACKED[case.itemsize] = tile
     strided._copying.cache_clear()
     to, source = case.tensors(bytes_)
     return functools.partial(strided.triton_copy, to, source)

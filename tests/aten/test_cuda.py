@@ -45,6 +45,13 @@ def test_more_elements_than_32_bits_count(name: str) -> None:
     assert torch.equal(result.view(expected.shape), expected)
 
 
+def test_as_many_elements_as_32_bits_count() -> None:
+    """A tile more would be beyond them."""
+    x = torch.arange(2**31 - 1, dtype=torch.int32, device=DEVICE).bitwise_and_(127).to(torch.int8)
+    with served("clone"):
+        assert torch.equal(x.clone(), x)
+
+
 def test_dropout_of_more_elements_than_32_bits_count() -> None:
     x = torch.ones(MANY, dtype=torch.float16, device=DEVICE)
     with served("dropout"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.aten.conftest import DEVICE, INTERPRETED, TRITON
 from tests.aten.layouts import DTYPES, filled, layouts
+from twinkle.aten import strided
 from twinkle.aten.harness.compare import memory_of
 from twinkle.aten.layouts import is_dense, may_overlap
 from twinkle.aten.reference import copy_by_address
@@ -73,7 +75,7 @@ def test_offsets_beyond_32_bits(sizes, to, source, wide: bool) -> None:
 @pytest.mark.skipif(not INTERPRETED or DEVICE != "cpu", reason="an interpreted kernel in the host's memory")
 def test_wide_offsets_are_computed_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same copies with 64-bit offsets, and with fewer programs than blocks, so that each loops."""
-    from twinkle.aten import launch, strided
+    from twinkle.aten import launch
 
     strided._copying.cache_clear()  # or launches from before would be taken
     monkeypatch.setattr(launch, "MOST_PROGRAMS", 2)
@@ -115,7 +117,7 @@ def test_few_elements_that_lie_side_by_side(dtype: torch.dtype, few: int, gap: i
 @given(data=st.data())
 def test_narrow_elements_that_are_transposed_from_anywhere_to_anywhere(data: st.DataObject) -> None:
     """Rows and columns begin where no word does, and lie apart: words are whole, what lies between stays."""
-    dtype = data.draw(st.sampled_from([torch.bool, torch.uint8, torch.bfloat16]))
+    dtype = data.draw(st.sampled_from([torch.int8, torch.uint8, torch.bfloat16]))
     side, step = st.integers(16, 150), st.integers(0, 5)
     batches, rows, columns = data.draw(st.integers(1, 3)), data.draw(side), data.draw(side)
     source = a_piece_of_memory((batches, columns, rows), data.draw(step), data.draw(step), dtype).transpose(1, 2)
@@ -128,11 +130,44 @@ def test_narrow_elements_that_are_transposed_from_anywhere_to_anywhere(data: st.
 
 
 def a_piece_of_memory(shape: tuple[int, int, int], begin: int, gap: int, dtype: torch.dtype) -> torch.Tensor:
-    """Numbers of one kind in rows with such gaps, the first of which begins so many elements on."""
+    """Numbers in rows with such gaps, which lie between the batches, too; the first begins so many elements on."""
     batches, rows, columns = shape
-    width = columns + gap
-    whole = torch.arange(begin + batches * rows * width, device=DEVICE).remainder_(251).to(dtype)
-    return whole[begin:].view(batches, rows, width)[..., :columns]
+    width, batch = columns + gap, rows * (columns + gap) + gap
+    whole = torch.arange(begin + batches * batch + 8, device=DEVICE).remainder_(119).to(dtype)
+    return whole.as_strided(shape, (batch, width, 1), begin)
+
+
+NARROW, ODD = torch.bfloat16, (48, 41)
+PACKS: dict[str, tuple[torch.Tensor, torch.Tensor, int]] = {
+    "bytes": (torch.empty(ODD, dtype=torch.uint8), torch.empty(ODD[::-1], dtype=torch.uint8).t(), 4),
+    "halves": (torch.empty(ODD, dtype=NARROW), torch.empty(ODD[::-1], dtype=NARROW).t(), 4),
+    "aligned": (torch.empty(48, 64, dtype=NARROW), torch.empty(64, 48, dtype=NARROW).t(), 1),
+    "wide": (torch.empty(ODD), torch.empty(ODD[::-1]).t(), 1),
+    "a cast": (torch.empty(ODD, dtype=torch.float16), torch.empty(ODD[::-1], dtype=NARROW).t(), 1),
+    "not transposed": (torch.empty(ODD, dtype=NARROW), torch.empty(48, 47, dtype=NARROW)[:, :41], 1),
+    "apart": (torch.empty(48, 82, dtype=NARROW)[:, ::2], torch.empty(ODD[::-1], dtype=NARROW).t(), 1),
+    "few": (torch.empty(48, 41, 2, dtype=NARROW), torch.empty(41, 48, 2, dtype=NARROW).transpose(0, 1), 1),
+}
+
+
+@pytest.mark.parametrize("name", PACKS)
+@pytest.mark.skipif(not TRITON, reason="it takes Triton")
+def test_which_copies_write_words(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    to, source, pack = PACKS[name]
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(strided, "program", lambda *_, **constants: made.append(constants) or (lambda *tensors: None))
+    for device, expected in ((torch.device("cpu"), pack), (torch.device("meta"), 1)):
+        strided._copying.__wrapped__(to.dtype, source.dtype, device, to.shape, to.stride(), source.stride())
+        assert made[-1]["PACK"] == expected
+
+
+@pytest.mark.parametrize("name", PACKS)
+@pytest.mark.skipif(not TRITON, reason="it takes Triton")
+def test_words_or_not_the_copy_is_right(name: str) -> None:
+    to, source, _ = (each.to(DEVICE) if isinstance(each, torch.Tensor) else each for each in PACKS[name])
+    source.copy_(torch.arange(source.numel(), device=DEVICE).remainder_(119).view(source.shape))
+    triton_copy(to.zero_(), source)
+    assert torch.equal(to, source.to(to.dtype))
 
 
 def brute_force_overlap(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:

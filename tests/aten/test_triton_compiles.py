@@ -81,9 +81,10 @@ def test_few_elements_are_moved_at_once(element: str, few: int, bits: int, turne
 @WIDE
 @ONCE
 def test_narrow_elements_are_written_as_words(element: str, bits: int, wide: bool, once: bool) -> None:
-    """They are read one by one, a warp's along the source; whole words are written, a warp's along the destination."""
+    """They are read one by one, by a warp every fourth along the source; whole words are written, along the
+    destination."""
     signature = {"to": element, "source": element, **tile("i64" if wide else "i32"), **dict.fromkeys(LAYOUTS, ())}
-    constants = copying(TURNED=True, PACK=4, WIDE=wide, ONCE=once, ROWS=128, COLUMNS=128)
+    constants = copying(source_row=1, to_column=1, TURNED=True, PACK=4, WIDE=wide, ONCE=once, ROWS=128, COLUMNS=128)
     compiled = compile_for_gpu(triton_kernels.copy_tiles, signature, constants)
     assert loops(compiled) == (not once)
     assert set(re.findall(r"ld\.global\S*?\.b(\d+)", compiled.asm["ptx"])) == {str(bits)}

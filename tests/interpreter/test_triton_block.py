@@ -17,8 +17,8 @@ from tests.support.triton_device import (
     by_device,
     examples,
     laid_out,
-    needs_gradients,
     second_derivatives,
+    skip_without_gradients,
 )
 from twinkle import presets
 from twinkle.commands.comparison import judge
@@ -91,7 +91,7 @@ def test_what_the_program_cant_take_goes_pytorchs_way(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_familys_block(family: str, dtype: torch.dtype) -> None:
     """Verified one by one, and in the model: outputs and the gradient of every parameter."""
-    needs_gradients(family)
+    skip_without_gradients(family)
     original = presets.build(family, dtype=dtype).to(DEVICE)
     mapping = {f"{type(original).__module__}.{BLOCKS[family]}.forward": KernelChoice("moe_block", ("triton",))}
     model = kernelize(copy.deepcopy(original), mapping, verify=True, strict=True)

@@ -19,7 +19,7 @@ from tests.support.models import (
     same_bits,
     step,
 )
-from tests.support.triton_device import DEVICE, NO_GPU, ON_GPU, by_device, needs_gradients
+from tests.support.triton_device import DEVICE, NO_GPU, ON_GPU, by_device, skip_without_gradients
 from twinkle import presets
 from twinkle.kernel import DEFAULT_KERNEL_CONFIG, kernelize
 from twinkle.kernel.report import short
@@ -69,7 +69,7 @@ def pair(name: str, dtype: torch.dtype, **overrides: Any) -> tuple[torch.nn.Modu
 
 @pytest.mark.parametrize("name", presets.PRESETS)
 def test_a_family_in_fp32(name: str) -> None:
-    needs_gradients(name)
+    skip_without_gradients(name)
     original, model = pair(name, torch.float32)
     model(**presets.inputs(model, batch=1, length=LENGTH, device=DEVICE))  # transformers notes some things then
     before = look(model)
@@ -102,7 +102,7 @@ SIZES: dict[str, Any] = by_device(
 @pytest.mark.parametrize("name", HALF)
 def test_a_family_in_half_precision(name: str, dtype: torch.dtype) -> None:
     """With enough tokens for the errors of the whole model to be more than luck."""
-    needs_gradients(name)
+    skip_without_gradients(name)
     original, model = pair(name, dtype, num_hidden_layers=LAYERS.get(name, by_device(1, 2)), **SIZES)
     batch, length = by_device((2, 12), (2, 512))
     inputs = presets.inputs(original, batch=batch, length=length, device=DEVICE)

@@ -17,8 +17,8 @@ from tests.support.triton_device import (
     assert_judged,
     by_device,
     examples,
-    needs_gradients,
     second_derivatives,
+    skip_without_gradients,
 )
 from twinkle import presets
 from twinkle.commands.comparison import judge
@@ -137,7 +137,7 @@ def router_of(model: Any) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_familys_router(family: str, dtype: torch.dtype) -> None:
     """Verified one by one, and in the model: outputs and the gradient of every parameter."""
-    needs_gradients(family)
+    skip_without_gradients(family)
     original = presets.build(family, dtype=dtype).to(DEVICE)
     model = installed(copy.deepcopy(original))
     used = judge(original, model)

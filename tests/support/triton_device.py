@@ -43,8 +43,8 @@ def by_device(cpu: T, gpu: T) -> T:
 DELTA_NETS = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_moe"})
 
 
-def needs_gradients(family: str) -> None:
-    """Skips a test where flash-linear-attention, which transformers calls if it is there, refuses a family's."""
+def skip_without_gradients(family: str) -> None:
+    """Skips all of a test where flash-linear-attention, which transformers calls if it is there, refuses gradients."""
     if family in DELTA_NETS and ON_GPU and importlib.util.find_spec("fla"):
         reason = wrong_gradient(torch.device(DEVICE))
         if reason is not None:

@@ -22,20 +22,21 @@ CASTS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 AREA, AREA_WARPS = 2048, 4
 """Elements of a tile whose rows are dense in both tensors, and warps for one."""
 TRANSPOSING = {
-    1: ((256, 128, 16), (256, 64, 8)),
-    2: ((128, 128, 8), (128, 128, 16)),
+    1: ((256, 128, 16), (64, 64, 2)),
+    2: ((128, 128, 8), (64, 128, 8)),
     4: ((64, 64, 8), (32, 128, 16)),
     8: ((64, 64, 8), (64, 64, 8)),
     16: ((32, 32, 4), (32, 128, 2)),
 }
 """Bytes at a place -> a tile's rows, along which the source is dense, its columns, along which the destination is, and
 warps: where each of them begins at a multiple of 16 bytes, and where not. As measured on an H200 by
-``python -m benchmarks.tune_copies``."""
+``python -m benchmarks.tune_copies``, as is :data:`PACKED`."""
+PACKED = {1: (256, 64, 8), 2: (128, 128, 16)}
+"""The same of tiles that begin anywhere and are written as words of :data:`PACK` elements: a quarter of the stores, and
+fewer sectors of memory that are written in part."""
 PACK = 4
-"""So many elements of one or two bytes are written at once by the tiles of the second kind: a warp that writes them one
-by one touches as many sectors of memory for a quarter of the bytes."""
 PACKING = ("cuda", "cpu")
-"""The types of devices where they are, the latter Triton's interpreter; not tried on others."""
+"""The types of devices that do so, measured on NVIDIA's alone; on the latter it is Triton's interpreter."""
 LEAST = 16
 """Of fewer neighbours no tile is made."""
 MOST_FEW = 4
@@ -145,8 +146,8 @@ def _copying(
     views = (INTEGERS[min(itemsize, _WIDEST)],) * 2 if to_dtype == source_dtype else ()
     plan = plan_of(sizes, to_strides, source_strides, itemsize)
     together = _power_of_two(plan.few)
-    height, width, warps = _tile(plan, min(itemsize, _WIDEST), together)
     packs = bool(views) and device.type in PACKING and _may_pack(plan, itemsize)
+    height, width, warps = _tile(plan, min(itemsize, _WIDEST), together, packs)
     unit = math.gcd(plan.few, *plan.to_strides, *plan.source_strides)
     to_units, source_units = (tuple(stride // unit for stride in of) for of in (plan.to_strides, plan.source_strides))
     walked = plan.sizes, to_units, source_units
@@ -173,7 +174,7 @@ def _copying(
     return program(copy_tiles, min(turns, most), *numbers, *batch, views=views, warps=warps, **constants)
 
 
-def _tile(plan: Plan, itemsize: int, together: int) -> tuple[int, int, int]:
+def _tile(plan: Plan, itemsize: int, together: int, packs: bool) -> tuple[int, int, int]:
     """Rows and columns of a plan's tiles, powers of two, with so many elements at each place; and the warps for one."""
     columns, rows = _power_of_two(plan.sizes[0]), 1 if plan.rows is None else _power_of_two(plan.sizes[plan.rows])
     if not plan.transposing:
@@ -182,7 +183,7 @@ def _tile(plan: Plan, itemsize: int, together: int) -> tuple[int, int, int]:
         width = min(columns, area // min(rows, 2))
         return min(rows, area // width), width, AREA_WARPS
     at_a_place = min(itemsize * together, max(TRANSPOSING))
-    height, width, warps = TRANSPOSING[at_a_place][_is_ragged(plan, itemsize)]
+    height, width, warps = PACKED[itemsize] if packs else TRANSPOSING[at_a_place][_is_ragged(plan, itemsize)]
     area = height * width
     # A side that is shorter than a tile's leaves more to the other.
     height = min(height, rows)
@@ -193,11 +194,12 @@ def _tile(plan: Plan, itemsize: int, together: int) -> tuple[int, int, int]:
 def _may_pack(plan: Plan, itemsize: int) -> bool:
     """Whether several elements of a copy that only moves bits may be written at once."""
     lie_together = plan.transposing and plan.few == 1 and plan.to_strides[0] == 1
-    return lie_together and itemsize <= 2 and _is_ragged(plan, itemsize)
+    return lie_together and itemsize in PACKED and _is_ragged(plan, itemsize)
 
 
 def _is_ragged(plan: Plan, itemsize: int) -> bool:
-    """Whether a tile's rows or columns may begin within 16 bytes of a transposing plan's tensors."""
+    """Whether strides along the sides of a transposing plan's tiles are no multiples of 16 bytes; where its tensors
+    begin isn't asked."""
     assert plan.rows is not None
     return any(stride * itemsize % 16 for stride in (plan.to_strides[plan.rows], plan.source_strides[0]))
 

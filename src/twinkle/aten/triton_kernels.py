@@ -43,8 +43,11 @@ def copy_tiles(
     lie beyond the work, where nothing is read or written. ``ONCE`` says that it isn't smaller: the compiler drops the
     loop.
     """
-    down = tl.cdiv(rows, ROWS)
-    across = tl.cdiv(columns + PACK - 1, COLUMNS)
+    # Not by tl.cdiv: the sum that it makes is beyond 32 bits where a side is almost.
+    down = (rows - 1) // ROWS + 1
+    across = (columns - 1) // COLUMNS + 1
+    if PACK > 1:
+        across += ((columns - 1) % COLUMNS + PACK - 1) // COLUMNS
     first = tl.program_id(0)
     if WIDE:
         first = first.to(tl.int64)
@@ -121,16 +124,17 @@ def _packed(
 ):
     """The tile that begins at a row and a column, written in words of ``PACK`` elements, which lie side by side there.
 
-    A row needn't begin where a word does. Its words begin up to ``PACK - 1`` elements before a tile's first column, as
-    many in every ``PACK``-th row: tiles have dimensions for the row of a word's height, which of its rows, the word
-    along it, and the element of the word.
+    A row may begin within a word; then its words begin up to ``PACK - 1`` elements before the tile's columns. How many
+    is the same in every ``PACK``-th row, so that a tile has four dimensions: the group of ``PACK`` rows, the row of the
+    group, the word of the row, the element of the word. A word that reaches over an end of its row is written element
+    by element.
     """
     BITS: tl.constexpr = to.dtype.element_ty.primitive_bitwidth
     WORD: tl.constexpr = tl.uint64 if PACK * BITS == 64 else tl.uint32
     ELEMENT: tl.constexpr = tl.uint16 if BITS == 16 else tl.uint8
     part = tl.arange(0, PACK)
-    begin = to.to(tl.int64) // (BITS // 8)  # a tile's first row is a multiple of PACK
-    before = ((begin + part * to_row) % PACK).to(tl.int32)
+    # A tile's first row is a multiple of PACK, so that it begins in a word where the first of all does.
+    before = ((to.to(tl.int64) // (BITS // 8) + part * to_row) % PACK).to(tl.int32)
     word = column - before[:, None] + (tl.arange(0, COLUMNS // PACK) * PACK)[None, :]
     at_column = word[:, :, None] + part[None, None, :]
     at_row = row + (tl.arange(0, ROWS // PACK) * PACK)[:, None] + part[None, :]
@@ -144,6 +148,6 @@ def _packed(
     words = (to_rows + (column - before)[None, :]).to(tl.pointer_type(WORD))
     words = words[:, :, None] + tl.arange(0, COLUMNS // PACK)[None, None, :]
     tl.store(words, tl.sum(shifted, axis=3), mask=are_rows[:, :, None] & is_whole[None, :, :])
-    if (column == 0) | (column + COLUMNS > columns):
+    if (column == 0) | (column + COLUMNS > columns):  # else there is none such
         torn = inside & (is_whole == 0)[None, :, :, None]
         tl.store(to_rows[:, :, None, None] + at_column[None, :, :, :], value, mask=torn)
