@@ -71,8 +71,8 @@ def tensors(draw: Any, shape: tuple[int, ...] | None = None, written: bool = Fal
     differentiable = written and (dtype.is_floating_point or dtype.is_complex)
     gradient = draw(st.sampled_from(["", "", "", "", "leaf", "derived"])) if differentiable else ""
     device = draw(st.sampled_from([DEVICE, DEVICE, DEVICE, DEVICE, "cpu"]))
-    # Which of the elements that share memory a GPU writes last is chance.
-    overlapping = not written or (DEVICE != "cuda" and draw(st.booleans()))
+    # Which of the elements that share memory a real accelerator writes last is chance.
+    overlapping = not written or ((DEVICE == "cpu" or SIMULATED) and draw(st.booleans()))
     layout, view = draw(layouts(shape, overlapping)), draw(st.booleans())
     return Tensor(layout, dtype, lazy, view, gradient == "leaf", gradient == "derived", device)
 

@@ -35,8 +35,10 @@ PACKED = {1: (256, 64, 8), 2: (128, 128, 16)}
 """The same of tiles that begin anywhere and are written as words of :data:`PACK` elements: a quarter of the stores, and
 fewer sectors of memory that are written in part."""
 PACK = 4
+"""Elements of such a word."""
 PACKING = ("cuda", "cpu")
-"""The types of devices that do so, measured on NVIDIA's alone; on the latter it is Triton's interpreter."""
+"""The types of devices on which words are written: GPUs, measured on NVIDIA's alone, and Triton's interpreter. It was
+never tried on others."""
 LEAST = 16
 """Of fewer neighbours no tile is made."""
 MOST_FEW = 4

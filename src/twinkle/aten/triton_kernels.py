@@ -66,8 +66,19 @@ def copy_tiles(
             written += index * to_strides[d] * UNIT
         if PACK > 1:
             _packed(
-                *(written, read, row, column, rows, columns, to_row, source_row, source_column, is_one),
-                *(PACK, ROWS, COLUMNS),
+                written,
+                read,
+                row,
+                column,
+                rows,
+                columns,
+                to_row,
+                source_row,
+                source_column,
+                is_one,
+                PACK,
+                ROWS,
+                COLUMNS,
             )
         else:
             row += tl.arange(0, ROWS)
